@@ -123,7 +123,7 @@ def find_devices(name: str) -> tuple[str, list[Any]]:
 class Arguments:
     """Compile the training step and the search for a device that this machine may not have."""
 
-    device: str
+    device: str = tyro.MISSING
     """TPU topology such as v5e:2x4, or h100, h200 (h100:8 for eight of them), or cpu."""
     config: str = ""
     """Config file, as in configs/. Default: the paper's base model."""

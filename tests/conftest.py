@@ -11,7 +11,6 @@ import shutil
 import signal
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -30,7 +29,7 @@ SLOW = [
         "test_examples",
         "training/test_object_store",
         "decoding/test_engine",
-        "training/test_going_on",
+        "training/test_resumed_runs",
         "test_notebooks",
         "test_table3",
         "test_decode_cli",
@@ -102,12 +101,12 @@ os.environ |= {
 STARTED = [str(Path(__file__).with_name("started")), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, STARTED))
 
-# What tests import is compiled to bytecode when it is first imported, for 13 s of CPU time. Where
-# all tests run, workers begin with different packages, so that few are compiled twice.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests read only folders that they wrote
+# The first import of a module compiles it to bytecode; that takes 13 s of CPU time in total. If all
+# tests run, each worker starts with different packages, so that few modules are compiled twice.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests load only models that they saved
 PACKAGES = (
     ("transformer_jax.training.loop", "hypothesis", "chex"),
-    ("torch", "transformers.models.marian.modeling_marian"),
+    ("torch", "transformers"),
     ("matplotlib.pyplot", "fastapi.testclient", "playwright.sync_api", "nbclient"),
 )
 worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
@@ -119,6 +118,7 @@ if worker and os.environ.get("ALL_TESTS") == "True":
 
 import jax  # noqa: E402  reads the settings above
 import pytest  # noqa: E402
+from jax._src import compilation_cache  # noqa: E402
 
 # Programs started by tests run on one CPU: same behavior, faster startup, less to compile.
 DEVICE = jax.devices()[0]
@@ -136,8 +136,11 @@ def exchange_compiled() -> None:
     """Link new entries from this worker's folder to the shared folder, and vice versa."""
     own, shared = ({path.name for path in folder.glob("*-cache")} for folder in (OWN, SHARED))
     for name in own - shared:
-        with suppress(zlib.error, FileExistsError):  # a program may have been killed while writing
-            zlib.decompress((OWN / name).read_bytes())
+        try:
+            compilation_cache.decompress_executable((OWN / name).read_bytes())
+        except Exception:  # corrupt: its writer may have been killed; the type depends on the codec
+            continue
+        with suppress(FileExistsError):
             os.link(OWN / name, SHARED / name)
     for name in shared - own:
         with suppress(FileNotFoundError, FileExistsError):
@@ -152,7 +155,7 @@ exchange_compiled()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest's workers whether they run all tests, on CPUs: a GPU's libraries are JAX's."""
+    """Tell pytest's workers if they run all tests on CPUs. With a GPU, JAX must load first."""
     os.environ["ALL_TESTS"] = str(
         config.args == config.getini("testpaths") and DEVICE.platform == "cpu"
     )
@@ -175,15 +178,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow files first, so that no worker ends with one (with xdist: `--dist loadfile
-    --no-loadscope-reorder`).
+    """Run slow files first, so that no worker starts one last.
+
+    With xdist, this needs `--dist loadfile --no-loadscope-reorder`.
     """
     place = {name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(SLOW)))
 
 
 def pytest_collection_finish() -> None:
-    """Run garbage collection less often, because tracing makes many objects."""
+    """Collect garbage less often, because tracing creates many objects."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 

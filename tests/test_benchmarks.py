@@ -1,4 +1,4 @@
-"""Benchmarks run at toy sizes and compute ratios correctly."""
+"""Benchmarks: toy sizes, ratios, agreement of engines."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def get_config():
 
 
 def benchmark(folder: Path, name: str, *flags: str) -> dict[str, dict[str, Any]]:
-    """The table that the program prints and writes."""
+    """Run a benchmark and return its table."""
     (folder / "tiny.py").write_text(RECIPE)
     output = folder / "report.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", "1", "--output", str(output)]
@@ -50,7 +50,7 @@ def benchmark(folder: Path, name: str, *flags: str) -> dict[str, dict[str, Any]]
     return table
 
 
-def test_ratios_are_of_the_same_round() -> None:
+def test_ratios_compare_runs_of_the_same_round() -> None:
     seconds = {"a": iter([9.0, 1.0, 2.0, 4.0]), "b": iter([9.0, 2.0, 2.0, 12.0])}
     runs = {name: lambda x=x: {"seconds": next(x), "gb": 0.5} for name, x in seconds.items()}
     table, rounds = measure(runs, 3, lambda answer: 6 / answer["seconds"], "lines/s")
@@ -68,7 +68,7 @@ def test_commands_here_and_in_another_checkout(tmp_path: Path) -> None:
 
 
 def test_training(tmp_path: Path) -> None:
-    """Ours as in another checkout; by itself it is among the toy sizes below."""
+    """Our engine of this checkout is among the toy sizes below."""
     small = ["--config", str(tmp_path / "tiny.py"), "--pairs", "4", "--length", "6", "--steps", "2"]
     engines = ["--engines", "torch_eager", "--against", str(ROOT)]
     table = benchmark(tmp_path, "train", *small, *engines)
@@ -122,13 +122,13 @@ def test_corpus_and_plan(tmp_path: Path) -> None:
 
 
 def run_all(output: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[int, str]:
-    """Exit status of ``benchmarks.all``, and its results.md."""
+    """Run ``benchmarks.all``; return its exit status and results.md."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(sys, "argv", ["all", "--output", str(output), *flags])
     return all_parts.main(), (output / "results.md").read_text()
 
 
-def test_parts_are_resumed_and_failures_named(
+def test_finished_parts_are_skipped_and_failures_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = 'import sys; open(sys.argv[2], \'w\').write(\'{"table": {"x": {"y": 7}}}\')'
@@ -150,7 +150,7 @@ def test_parts_are_resumed_and_failures_named(
     assert status == 1 and "| x | 7 |" in found and "waits for 99 devices" in found
     assert "failed with status 2, see bad.log" in found
     assert "failed with status 124, see slow.log" in found and "skipped: needs about 1000" in found
-    (tmp_path / "write.py").unlink()  # it is not run again
+    (tmp_path / "write.py").unlink()  # the finished part does not need it
     assert run_all(output, monkeypatch, "--toy", "--parts", "good")[0] == 0
 
 
@@ -159,6 +159,12 @@ def test_toy_sizes_of_the_accelerator_benchmarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert {part.program for part in all_parts.PARTS.values()} == set(all_parts.PROGRAMS)
+    (tmp_path / "tiny.py").write_text(RECIPE)  # compiles faster than the demo's model
+    programs = {
+        name: program._replace(toy=program.toy.replace("demo", str(tmp_path / "tiny.py")))
+        for name, program in all_parts.PROGRAMS.items()
+    }
+    monkeypatch.setattr(all_parts, "PROGRAMS", programs)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     chosen = ["attention", "train_base_2", "bart_32"]
     status, found = run_all(tmp_path, monkeypatch, "--toy", "--parts", *chosen)
@@ -175,8 +181,9 @@ def test_toy_sizes_of_the_accelerator_benchmarks(
 
 @pytest.mark.parametrize("kind", attention.KINDS)
 def test_kernels_of_other_libraries_get_harmless_masks(kind: str) -> None:
-    """Queries that see nothing see all keys for cuDNN, and padding for splash attention. Outputs
-    and gradients of real queries stay."""
+    """cuDNN's queries without keys attend to all keys, and those of splash attention to padding.
+    Outputs and gradients of real queries do not change.
+    """
     queries_BT, keys_BS = attention.segments(kind, 1, 128)
     mask_B1TS = attention_mask(queries_BT, keys_BS, causal=kind == "causal")
     assert not mask_B1TS.any(-1).all() and attention.seeing(mask_B1TS).any(-1).all()
@@ -204,13 +211,7 @@ def test_chart_of_the_table_in_the_documentation(tmp_path: Path) -> None:
 
 def test_both_models_of_the_training_benchmark_compute_the_same_loss() -> None:
     config = ModelConfig(
-        vocab_size=20,
-        d_model=16,
-        d_ff=24,
-        num_heads=2,
-        num_layers=2,
-        dropout=0.0,
-        dtype="float32",
+        vocab_size=20, d_model=16, d_ff=24, num_heads=2, num_layers=2, dropout=0.0, dtype="float32"
     )
     ours = Transformer(config, rngs=nnx.Rngs(0))
     modules, loss = torch_loss(Config(model=config), 7)

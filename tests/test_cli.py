@@ -26,7 +26,7 @@ def fail(error: BaseException) -> None:
         (OSError("Not a gzipped file"), "error: Not a gzipped file; check"),
     ],
 )
-def test_what_a_user_can_fix_is_one_short_line(
+def test_user_errors_are_one_short_line(
     error: Exception, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(lambda: fail(error)) == 2
@@ -38,7 +38,7 @@ def test_exit_statuses() -> None:
     assert run_program(lambda: None) == 0
     assert run_program(lambda: 7) == 7
     assert run_program(lambda: fail(KeyboardInterrupt())) == 130
-    with pytest.raises(ZeroDivisionError):  # our own mistakes keep their traceback
+    with pytest.raises(ZeroDivisionError):  # bugs keep their traceback
         run_program(lambda: fail(ZeroDivisionError()))
 
 
@@ -56,13 +56,13 @@ class Inner:
 class Outer:
     """Search."""
 
-    name: str
+    name: str = tyro.MISSING
     """Who searches."""
     flat: Annotated[Inner, tyro.conf.arg(name="")] = field(default_factory=Inner)
     nested: Inner = field(default_factory=Inner)
 
 
-def test_defaults_replace_those_declared() -> None:
+def test_defaults_can_be_replaced() -> None:
     parsed = parse_flags(Outer, ["--name", "n", "--nested.depth", "7"], defaults={"flat": Inner(9)})
     assert parsed == Outer("n", Inner(9), Inner(depth=7))
     assert parse_flags(Outer, [], defaults={"name": "m"}) == Outer("m")
@@ -71,7 +71,7 @@ def test_defaults_replace_those_declared() -> None:
     assert end.value.code == 2
 
 
-def test_help_shows_every_flag_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_flag_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_flags(Outer, ["--help"], defaults={"flat": Inner(9)})
     assert end.value.code == 0
@@ -81,7 +81,7 @@ def test_help_shows_every_flag_with_its_text(capsys: pytest.CaptureFixture[str])
     assert "How deep." in text and "(default: 9)" in text
 
 
-def test_flags_can_be_looked_at_before_they_are_parsed() -> None:
+def test_flags_can_be_inspected_before_parsing() -> None:
     argv = ["--a_b=1", "--workdir", "x", "y", "--c.d-e", "5", "-h"]
     assert flag_values(argv, "workdir") == ["x", "y"]
     assert flag_values(argv, "config") == []

@@ -28,50 +28,32 @@ from transformer_jax.training.step import COMPILER_OPTIONS, make_step_functions
 
 
 @pytest.mark.cpu("it compiles for the eight simulated devices")
-def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
-    flags = {"d-model": 16, "d-ff": 32, "num-heads": 2, "num-layers": 1}
-    model = [part for name, value in flags.items() for part in (f"--model.{name}", str(value))]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "compile_for",
-            "--device",
-            "cpu",
-            "--batch.tokens",
-            "2560",
-            "--length",
-            "80",
-            *model,
-            "--tokenizer.vocab-size",
-            "64",
-        ],
-    )
+def test_the_report_for_local_devices(monkeypatch, capsys):
+    sizes = "--model.d-model 16 --model.d-ff 32 --model.num-heads 2 --model.num-layers 1"
+    sizes += " --decoding.max-source-length 16 --decoding.max-extra-length 8"
+    flags = f"--device cpu --batch.tokens 2560 --length 80 --tokenizer.vocab-size 64 {sizes}"
+    monkeypatch.setattr(sys, "argv", ["compile_for", *flags.split()])
     compile_for.main()
     report = json.loads(capsys.readouterr().out)
     step, search = report["train_step"], report["search"]
     assert (report["devices"], step["rows"], step["mesh"]["data"]) == (8, 32, 8)
     parameters = 64 * 16 + (4 + 8) * 16 * 16 + 2 * (2 * 16 * 32 + 32 + 16) + 5 * 2 * 16
-    # with two moments of Adam's
+    # Adam has two moments.
     assert 0 <= step["memory_mb"]["arguments"] - 3 * 4 * parameters / 1e6 < 0.01
-    # Every gradient is summed over the devices; that of the matrix for softmax and both embeddings
-    # comes in three parts.
-    assert (
-        0
-        <= step["collectives"]["all-reduce f32"]["mb"] - 4 * (parameters + 2 * 64 * 16) / 1e6
-        < 0.002
-    )
-    # the tests' own XLA flags bring copies
+    # Devices sum every gradient. The matrix of the softmax and both embeddings has three gradients.
+    summed = step["collectives"]["all-reduce f32"]["mb"]
+    assert 0 <= summed - 4 * (parameters + 2 * 64 * 16) / 1e6 < 0.002
+    # The XLA flags of the tests cause copies.
     assert search["rows"] == 32 and search["copied_caches"] >= 0
 
 
 @pytest.mark.parametrize("device", ["h3000", "v9:2x2"])
-def test_a_device_that_is_none(device):
+def test_unknown_devices(device):
     with pytest.raises(UserError, match=f"--device {device}: "):
         compile_for.find_devices(device)
 
 
-def test_collectives_count_what_devices_hand_over():
+def test_collectives_count_transferred_bytes():
     program = """
 ENTRY %main () -> f32[] {
   %a = (f32[200,300]{1,0}, bf16[8000]{0}) all-reduce(%x, %y), to_apply=%sum
@@ -92,7 +74,7 @@ ENTRY %main () -> f32[] {
 
 @pytest.fixture
 def for_h200(h200: Any) -> Iterator[Callable[..., str]]:
-    """``for_h200(function, *shapes)``: its text, compiled for a GPU that need not be here."""
+    """``for_h200(function, *shapes)`` returns the program compiled for an absent GPU."""
 
     def compiled(function: Callable[..., Any], *shapes: Any) -> str:
         sharding = SingleDeviceSharding(h200)
@@ -125,7 +107,7 @@ def _step_of_eight(model: ModelConfig, mesh: MeshConfig) -> str:
     "mesh", [MeshConfig(data=8), MeshConfig(fsdp=8), MeshConfig(fsdp=4, tensor=2)], ids=str
 )
 def test_eight_gpus_exchange_parameters_and_gradients_once(h200, mesh):
-    """With ``fsdp`` in bfloat16, and gradients as shards; a tied matrix as one float32 sum."""
+    """``fsdp`` uses bfloat16 and shards gradients; a tied matrix is summed in float32."""
     model = ModelConfig(
         d_model=64, d_ff=128, num_heads=2, num_layers=1, vocab_size=512, dtype="bfloat16"
     )
@@ -169,7 +151,7 @@ def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_the_loss_reads_its_logits_twice_and_pads_nothing(for_h200):
+def test_the_loss_reads_logits_twice_without_padding(for_h200):
     def gradient(hidden_BTD, matrix_VD, target_BT):
         def loss(*inputs):
             return smoothed_cross_entropy(*inputs, target_BT).loss
@@ -186,7 +168,7 @@ def test_the_loss_reads_its_logits_twice_and_pads_nothing(for_h200):
     logits = next(kernel for kernel in found if kernel.kind == "matmul")
     others = [kernel for kernel in found if not kernel.flops]
     reading = [x for x in others if max(x.reads.values(), default=0) >= logits.written]
-    # for the sums; for the gradient, written in their place
+    # once for the sums, and once for the gradient, which replaces them
     assert [x.written > logits.written / 2 for x in reading] == [False, True]
     padded = [x for each in computations(text).values() for x in each.values()]
     assert not [x for x in padded if x.kind == "pad" and x.bytes > 1e6]
@@ -206,7 +188,7 @@ def test_matmuls_add_biases_and_gradients_and_apply_relu(for_h200):
     x_BLD = _array(784, 32, 512)
     text = for_h200(gradient, parameters, x_BLD, x_BLD, _array(784, 1, 32, 32, dtype=bool))
     assert text.count('"epilogue":"BIAS_RELU"') == text.count('"epilogue":"BIAS"') == 1
-    # Gradients of both residual connections' inputs are summed by matmuls.
+    # Matmuls add the gradients of the inputs of both residual connections.
     sums = [x for x in kernels(text) if x.kind == "matmul" and len(x.reads) == 3]
     assert len(sums) == 2 + 2
     operations = [x for each in computations(text).values() for x in each.values()]
@@ -214,8 +196,8 @@ def test_matmuls_add_biases_and_gradients_and_apply_relu(for_h200):
 
 
 @pytest.mark.parametrize(("width", "masks"), [(64, 7), (128, 2)])
-def test_random_bits_of_a_step_are_drawn_in_the_forward_pass_only(for_h200, width, masks):
-    """Two embeddings, two sublayers and three; kernels draw those of sublayers of width 128."""
+def test_random_bits_are_drawn_only_in_the_forward_pass(for_h200, width, masks):
+    """There are two embeddings and five sublayers; kernels draw the masks of 128-wide sublayers."""
     config = ModelConfig(
         d_model=width, d_ff=64, num_heads=2, num_layers=1, vocab_size=8, dtype="bfloat16"
     )
@@ -231,13 +213,13 @@ def test_random_bits_of_a_step_are_drawn_in_the_forward_pass_only(for_h200, widt
     tokens_BL = _array(16, 32, dtype=jnp.int32)
     text = for_h200(gradient, parameters, tokens_BL, tokens_BL, _array(dtype=jnp.int32))
     dropped = masks * 16 * 32 * width
-    # 16 bits an element, and threefry makes 64 at a time. XLA computes each half of them apart.
+    # An element needs 16 bits. Threefry makes 64 at a time, and XLA computes each half separately.
     drawn = sum(x.integer_operations for x in kernels(text)) / dropped
     assert 20 < drawn < 60
 
 
-# 3 turns of a loop, which takes a slice of %chunks, multiplies and puts a row into %rows; then the
-# product of 2 x 8 tokens, split along the sum; and random bits
+# A loop of 3 iterations, each of which slices %chunks, multiplies, and updates a row of %rows; then
+# a matmul over 2 x 8 tokens, split along the contraction; and random bits
 PROGRAM = """\
 HloModule jit_step
 
@@ -317,7 +299,7 @@ def test_kernels_of_loops_slices_and_matmuls():
 
 
 def test_cycles_of_parts_on_a_tpu():
-    """Its loops have no known number of iterations, but compare their counter with a constant."""
+    """A loop's number of iterations is the constant that its counter is compared with."""
     condition = """\
 %more (state: (bf16[3,8,4], bf16[10,4], f32[3,8,10])) -> pred[] {
   %three = s32[]{:T(128)} constant(3)
@@ -340,12 +322,12 @@ def test_parts_and_their_times():
     table = by_part(kernels(PROGRAM), {"bytes": 1e9, "flops": 1e9, "integer_operations": 1e6})
     assert {name: row["kernels"] for name, row in table.items()} == {
         "loss: matmuls": 3,
-        "loss: rest": 6,  # the slice has no name of its own; its user has
+        "loss: rest": 6,  # the slice has the name of its user
         "matmuls: weight gradient": 1,
         "random bits": 1,
         "all": 11,
     }
     assert table["random bits"]["ms"] == pytest.approx(1e3 * (1.5e-6 + 200 / 1e6))
-    # the matmul takes longer than its bytes
+    # The matmul is limited by FLOPs, not bytes.
     assert table["loss: matmuls"]["ms"] == pytest.approx(3e3 * (1.5e-6 + 640e-9))
     assert "| all | 11 |" in markdown(table)

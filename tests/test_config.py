@@ -1,11 +1,8 @@
-"""Configs: JSON round trip, error messages, config files, recipes."""
+"""Configs: defaults, JSON, invalid values, config files, recipes."""
 
 import re
 from pathlib import Path
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from transformer_jax.config import (
@@ -50,12 +47,12 @@ def test_defaults_are_the_papers_base_model() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipes_load_and_survive_json(path: Path) -> None:
+def test_recipes_round_trip_through_json(path: Path) -> None:
     config = load_config_file(path)
     assert from_json(to_json(config)) == config
 
 
-def test_every_field_has_a_meaning_for_help() -> None:
+def test_every_field_has_a_docstring_for_help() -> None:
     source = (ROOT / "transformer_jax" / "config.py").read_text()
     for name in flatten(Config()):
         field = name.rsplit(".", 1)[-1]
@@ -74,7 +71,7 @@ def test_every_field_has_a_meaning_for_help() -> None:
         (lambda: ModelConfig(d_model=34, num_heads=4), "a multiple of model.num_heads = 4"),
         (
             lambda: ModelConfig(dropout=1.0),
-            r"model.dropout is 1.0; expected a probability in \[0, 1\)",
+            r"model.dropout is 1.0; expected a value in \[0, 1\)",
         ),
         (lambda: ModelConfig(vocab_size=9, source_vocab_size=8), "'target' or 'none'"),
         (
@@ -82,7 +79,7 @@ def test_every_field_has_a_meaning_for_help() -> None:
             "target is .'c',.; expected 2 files, one for each in source",
         ),
         (lambda: PairsConfig("tfds"), "one dataset name for kind 'tfds'"),
-        (lambda: Config(seed=2**32), "seed is 4294967296; expected a number from 0 to"),
+        (lambda: Config(seed=2**31), "seed is 2147483648; expected a number from 0 to"),
         (
             lambda: OptimizerConfig(epsilon=0.0),
             "optimizer.epsilon is 0.0; expected a positive number",
@@ -92,13 +89,6 @@ def test_every_field_has_a_meaning_for_help() -> None:
             "length_penalty is inf; expected a finite number",
         ),
         (lambda: DecodingConfig(seed=-1), "decoding.seed is -1; expected a number from 0 to"),
-        (
-            lambda: Config(
-                optimizer=OptimizerConfig(decay="cosine"), training=TrainingConfig(steps=4000)
-            ),
-            "training.steps is 4000; expected more than optimizer.warmup_steps = 4000, "
-            "because optimizer.decay is 'cosine'",
-        ),
         (
             lambda: TrainingConfig(average=9, keep_checkpoints=5),
             "at most training.keep_checkpoints = 5",
@@ -114,22 +104,27 @@ def test_every_field_has_a_meaning_for_help() -> None:
             lambda: ModelConfig(d_k=0),
             "model.d_k is 0; expected a positive number below 2.31 or None",
         ),
-        (lambda: DataConfig(cache="s3://b/c"), "data.cache is 's3://b/c'; expected a local folder"),
         (
             lambda: TokenizerConfig(user_defined_symbols=("<2de>", "<s>")),
             "user_defined_symbols is .'<2de>', '<s>'.; expected distinct words",
         ),
         (
-            lambda: TokenizerConfig(character_coverage=0.9),
-            "tokenizer.character_coverage is 0.9; expected a fraction from 0.98 to 1",
-        ),
-        (
             lambda: DecodingConfig(top_p=0.0),
-            r"decoding.top_p is 0.0; expected a probability in \(0, 1\]",
+            r"decoding.top_p is 0.0; expected a value in \(0, 1\]",
         ),
+        (lambda: ModelConfig(norm="rms"), "model.norm is 'rms'; expected one of 'post', 'pre'"),
+        (lambda: ModelConfig(d_model="512"), "model.d_model is '512'; expected int"),
+        (lambda: TrainingConfig(steps=1e5), "training.steps is 100000.0; expected int"),
+        (
+            lambda: PairsConfig("text", "train.en", "train.de"),
+            "source is 'train.en'; expected a tuple of str",
+        ),
+        (lambda: Config(seed=None), "seed is None; expected int"),
+        (lambda: Config(model=DataConfig()), "expected ModelConfig"),
+        (lambda: ModelConfig(dtype="int32"), "model.dtype is 'int32'; expected one of"),
     ],
 )
-def test_bad_values_are_named_with_what_was_expected(make: object, message: str) -> None:
+def test_invalid_values(make: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()  # type: ignore[operator]
 
@@ -139,38 +134,28 @@ def test_bad_values_are_named_with_what_was_expected(make: object, message: str)
     [
         (
             '{"model": {"d_modle": 5}}',
-            r"Unknown config field model.d_modle; expected one of vocab_size, .*, d_model, ",
+            r"The config is not valid: .*unexpected keyword argument 'd_modle'",
         ),
-        ('{"xyz": 5}', "Unknown config field xyz; expected one of model, "),
+        ('{"xyz": 5}', "unexpected keyword argument 'xyz'"),
+        ('{"xyz": {}}', "The config is not valid: 'xyz'"),
         ('{"model": {"d_model": "512"}}', "model.d_model is '512'; expected int"),
         ('{"model": {"norm": "mid"}}', "model.norm is 'mid'; expected one of 'post', 'pre'"),
         ('{"model": {"remat": 1}}', "model.remat is 1; expected bool"),
-        ('{"model": 5}', "model is 5; expected an object"),
         ('{"data": {"train": {"source": [1]}}}', r"source is \(1,\); expected a tuple of str"),
-        ("{", "The config is not valid JSON"),
     ],
 )
-def test_bad_json_is_named(text: str, message: str) -> None:
+def test_invalid_values_in_json(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         from_json(text)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("float32"), np.float32, "auto"])
-def test_a_dtype_may_be_one_of_jax(dtype: Any) -> None:
-    config = Config(model=ModelConfig(dtype=dtype))
-    assert config.model.dtype == (dtype if isinstance(dtype, str) else np.dtype(dtype).name)
-    assert from_json(to_json(config)) == config
-    with pytest.raises(UserError, match="model.dtype is 'int32'; expected one of"):
-        ModelConfig(dtype=jnp.int32)  # type: ignore[arg-type]
-
-
-def test_long_values_are_shortened_in_messages() -> None:
+def test_messages_shorten_long_values() -> None:
     with pytest.raises(UserError) as error:
         ModelConfig(norm="x" * 10_000)  # type: ignore[arg-type]
     assert len(str(error.value)) < 250 and "'xxx" in str(error.value)
 
 
-def test_json_accepts_whole_numbers_for_floats() -> None:
+def test_json_accepts_integers_for_floats() -> None:
     assert from_json('{"model": {"dropout": 0}}').model.dropout == 0
 
 
@@ -187,7 +172,7 @@ def test_json_accepts_whole_numbers_for_floats() -> None:
         (
             "from transformer_jax import ModelConfig\n\n"
             "def get_config():\n    return ModelConfig(dropout=2)",
-            r"c\.py', line 4: model.dropout is 2; expected a probability",
+            r"c\.py', line 4: model.dropout is 2; expected a value",
         ),
         ("\nimport no_such_module", r"c\.py', line 2: ModuleNotFoundError: No module named"),
         ("def get_config():\n    return 1 / 0", r"c\.py', line 2: ZeroDivisionError: division by"),
@@ -196,7 +181,7 @@ def test_json_accepts_whole_numbers_for_floats() -> None:
         ("def get_config(): return 3", "returned int; expected a transformer_jax Config"),
     ],
 )
-def test_bad_config_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_in_config_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.py"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
@@ -204,7 +189,7 @@ def test_bad_config_files_are_named(tmp_path: Path, text: str, message: str) -> 
 
 
 def test_a_config_file_is_plain_python(tmp_path: Path) -> None:
-    """It does not get the ``from __future__`` imports of the module that runs it."""
+    """It does not inherit ``from __future__`` imports."""
     path = tmp_path / "c.py"
     path.write_text(
         "from transformer_jax import Config\n\n"
@@ -215,14 +200,14 @@ def test_a_config_file_is_plain_python(tmp_path: Path) -> None:
     assert load_config_file(path) == Config(seed=3)
 
 
-def test_a_recipe_is_found_by_name_from_any_folder(
+def test_recipes_are_found_by_name_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config_file("multi30k_cpu") == load_config_file(ROOT / "configs/multi30k_cpu.py")
 
 
-def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
+def test_paths_that_are_not_config_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
     with pytest.raises(UserError, match="config.json' does not exist; expected a Python file"):
@@ -240,37 +225,22 @@ def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "The config is not valid JSON"),
-        (b"\xff", "The config is not valid JSON"),
-        (b'{"seed": ' + b"9" * 6000 + b"}", "The config is not valid JSON"),
-        (b"[" * 100_000, "The config is not valid JSON"),
-        (b'{"model": {"dropout": 2}}', "model.dropout is 2; expected a probability"),
-        (b'{"data": {"parts": 2}}', "Unknown config field data.parts; .* rename or remove"),
+        (b"{", "The config is not valid"),
+        (b"\xff", "The config is not valid"),
+        (b'{"seed": ' + b"9" * 6000 + b"}", "The config is not valid"),
+        (b"[" * 100_000, "The config is not valid"),
+        (
+            b'{"model": {"dropout": 2}}',
+            "The config is not valid: model.dropout is 2; expected a value",
+        ),
+        (
+            b'{"data": {"parts": 2}}',
+            "The config is not valid: .*unexpected keyword argument 'parts'",
+        ),
     ],
 )
-def test_messages_about_a_json_config_name_its_file(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_errors_in_json_config_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"config\.json': {message}"):
         load_config_file(path)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ModelConfig(norm="rms"), "model.norm is 'rms'; expected one of 'post', 'pre'"),
-        (lambda: ModelConfig(d_model="512"), "model.d_model is '512'; expected int"),
-        (lambda: TrainingConfig(steps=1e5), "training.steps is 100000.0; expected int"),
-        (
-            lambda: PairsConfig("text", "train.en", "train.de"),
-            "source is 'train.en'; expected a tuple of str",
-        ),
-        (lambda: Config(seed=None), "seed is None; expected int"),
-        (lambda: Config(model=DataConfig()), "expected ModelConfig"),
-    ],
-)
-def test_values_of_a_wrong_type_are_named_however_they_come(make: object, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make()  # type: ignore[operator]

@@ -1,7 +1,10 @@
-"""Files, config fields and links in the documentation exist."""
+"""Files, settings, flags, names and links in the documentation exist."""
 
+import contextlib
 import dataclasses
+import functools
 import importlib
+import io
 import pkgutil
 import re
 import runpy
@@ -10,14 +13,13 @@ import tomllib
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 import tyro
 from flax import nnx
 
 from transformer_jax import Transformer
 from transformer_jax.cli import config_in_flags, parse_flags
-from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.config import Config
 from transformer_jax.config_io import flatten, load_config_file, recipe_path
 from transformer_jax.training.__main__ import Arguments
 
@@ -44,7 +46,7 @@ def _anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_exist(path: Path) -> None:
     text = path.read_text()
     pictures = re.findall(r'src(?:set)?="([^"#]*)()"', text)
     for target, anchor in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", text) + pictures:
@@ -71,7 +73,7 @@ def test_named_files_and_fields_exist(path: Path) -> None:
 
 
 def _imports(name: str) -> bool:
-    """Whether a dotted name is a module, or anything in one, below ``transformer_jax``."""
+    """Whether a dotted name within ``transformer_jax`` can be imported."""
     try:
         pkgutil.resolve_name(f"transformer_jax.{name}")
     except (ImportError, AttributeError):
@@ -79,8 +81,8 @@ def _imports(name: str) -> bool:
     return True
 
 
-def test_names_in_the_page_of_the_paper_exist() -> None:
-    """Names of code, of tests, and of files in other folders."""
+def test_names_in_from_the_paper_exist() -> None:
+    """Names of code, tests and files."""
     page = (ROOT / "docs" / "from_the_paper.md").read_text()
     quoted = set(re.findall(r"`([^`]+)`", page))
     tests = {name for name in quoted if name.startswith("test_")}
@@ -98,7 +100,7 @@ def test_names_in_the_page_of_the_paper_exist() -> None:
     assert not [name for name in names - arguments if not _imports(name)]
 
 
-def test_the_code_map_names_every_module_and_no_other() -> None:
+def test_the_code_map_lists_every_module() -> None:
     package = ROOT / "transformer_jax"
     modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
     modules = {path for path in modules if not path.endswith("__init__.py")}
@@ -111,8 +113,7 @@ def test_the_code_map_names_every_module_and_no_other() -> None:
         assert (ROOT / path).exists(), f"docs/code_map.md names missing {path}"
 
 
-def test_the_readme_has_figures_of_the_pages_only() -> None:
-    """Results and speed; and it stays short."""
+def test_the_readme_is_short_and_repeats_documented_results() -> None:
     readme = (ROOT / "README.md").read_text()
     tables = readme.split("## Results")[1].split("## Install")[0]
     figures = set(re.findall(r"\d+(?:[.,]\d+)+", tables))
@@ -124,32 +125,35 @@ def test_the_readme_has_figures_of_the_pages_only() -> None:
     assert len(readme.splitlines()) <= 120
 
 
+@functools.cache
+def _flags(program: str) -> set[str]:
+    """Flags in the help text of a program or subcommand."""
+    name, *task = program.split()
+    is_folder = (ROOT / name.replace(".", "/")).is_dir()
+    main = importlib.import_module(name + ".__main__" * is_folder).main
+    with contextlib.redirect_stdout(io.StringIO()) as text, pytest.raises(SystemExit):
+        main([*task, "--help"])
+    return set(re.findall(r"--([a-z][\w.-]*)", text.getvalue()))
+
+
 @pytest.mark.parametrize(
-    ("page", "files", "called"),
+    ("page", "programs", "command"),
     [
-        ("decoding", ("decoding/program", "decoding/records", "figures/__main__"), "decode.py"),
-        ("serving", ("serving/flags", "decoding/program", "decoding/records"), "transformer-serve"),
+        ("decoding", ("decoding", "figures"), "decode.py"),
+        ("serving", ("serving", "decoding"), "transformer-serve"),
     ],
 )
-def test_flags_of_a_page_exist(page: str, files: tuple[str, ...], called: str) -> None:
-    programs = (ROOT / "transformer_jax" / f"{name}.py" for name in files)
-    fields = [
-        name
-        for file in programs
-        for name in re.findall(r"^    (\w+): .* = ", file.read_text(), re.MULTILINE)
-    ]
-    fields += [field.name for field in dataclasses.fields(DecodingConfig)]
-    flags = {field.replace("_", "-") for field in fields} | {"help"}
+def test_flags_on_a_page_exist(page: str, programs: tuple[str, ...], command: str) -> None:
+    flags = set().union(*(_flags(f"transformer_jax.{program}") for program in programs))
     text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", "")
     text = re.sub(r"srun .*? sh|docker build.*|docker run .* transformer-serve", "", text)
-    commands = "\n".join(line for line in text.split("\n") if called in line or "`--" in line)
-    # with a dot it is a setting of training
-    named = set(re.findall(r"--([a-z-]+)(?![a-z.-])", commands))
+    lines = "\n".join(line for line in text.split("\n") if command in line or "`--" in line)
+    # a dot marks a training setting
+    named = set(re.findall(r"--([a-z-]+)(?![a-z.-])", lines))
     assert len(named) > 10 and not named - flags, f"docs/{page}.md names {named - flags}"
 
 
-def test_table_3_is_that_of_its_config() -> None:
-    """Rows and the paper's results."""
+def test_documented_table_3_matches_its_recipe() -> None:
     documented = {
         row: (int(size), float(ppl), float(bleu)) for row, _, size, _, ppl, bleu in TABLE_3
     }
@@ -157,27 +161,33 @@ def test_table_3_is_that_of_its_config() -> None:
     assert list(documented) == list(ROWS) and len(TABLE_3) == 20
 
 
+def _num_parameters(module: nnx.Module) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
 @pytest.mark.parametrize(
     ("row", "flags", "paper", "ours"), [row[:4] for row in TABLE_3], ids=[row[0] for row in TABLE_3]
 )
-def test_flags_of_table_3_give_its_models(row: str, flags: str, paper: str, ours: str) -> None:
+def test_flags_and_sizes_of_table_3_match_its_recipe(
+    row: str, flags: str, paper: str, ours: str
+) -> None:
     base = load_config_file(ROOT / "configs" / "wmt14_base.py")
     config = tyro.cli(Config, args=flags.split(), default=base)
     assert config == load_config_file(f"table3:{row}")
-    sized = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
-    model = nnx.eval_shape(lambda: Transformer(sized, rngs=nnx.Rngs(0)))
-    millions = float(
-        sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) / 1e6
-    )
+    sizes = {"vocab_size": config.tokenizer.vocab_size, "num_layers": 1}
+    one_layer = dataclasses.replace(config.model, **sizes)
+    model = nnx.eval_shape(lambda: Transformer(one_layer, rngs=nnx.Rngs(0)))
+    layers = _num_parameters(model.encoder) + _num_parameters(model.decoder)
+    millions = (_num_parameters(model) + (config.model.num_layers - 1) * layers) / 1e6
     assert round(millions, 1) == float(ours)
-    # The paper's figures fit about 41,000 tokens; one matrix holds all embeddings.
+    # The paper's sizes fit about 41,000 tokens; one matrix holds all embeddings.
     with_41000 = millions + 4000 * config.model.d_model / 1e6
     assert abs(with_41000 / int(paper) - 1) < 0.026
     assert row == "big" or abs(with_41000 - int(paper)) < 0.7
 
 
 def _command_lines(path: Path) -> list[str]:
-    """The indented lines of a page and those in its ``sh`` fences."""
+    """Indented lines and lines in ``sh`` fences."""
     lines, fence = [], None
     for line in path.read_text().replace("\\\n", " ").splitlines():
         if line.startswith("```"):
@@ -188,8 +198,8 @@ def _command_lines(path: Path) -> list[str]:
 
 
 def _training_commands() -> list[tuple[str, list[str]]]:
-    """The flags of every documented ``train.py`` but those that begin from a work directory's
-    config; pipes and comments left out, variables of loops with one of their values.
+    """Flags of each documented ``train.py`` command, except commands that start from the config in
+    a work directory. Removes pipes and comments, and replaces loop variables with a value.
     """
     commands = []
     for path in DOCUMENTS:
@@ -207,28 +217,20 @@ def _training_commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("name", "flags"), _training_commands(), ids=str)
-def test_documented_training_commands_are_understood(
+def test_documented_training_commands_can_be_parsed(
     name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     flags = [flag for flag in flags if flag != "FLAGS"]
     arguments = parse_flags(Arguments, flags, defaults=config_in_flags(flags))
     assert arguments.settings.data.train.is_given
-    # 16 devices at the least
-    if (
-        "--distributed" in flags
-        or "--num-processes" in flags
-        or arguments.config.endswith("big.py")
-    ):
-        assert name != "clusters.md" or arguments.settings.batch.row_multiple % 16 == 0
-
-
-def test_all_training_commands_are_looked_at() -> None:
-    assert len(_training_commands()) >= 10
+    is_distributed = {"--distributed", "--num-processes"} & set(flags)
+    if name == "clusters.md" and (is_distributed or arguments.config.endswith("big.py")):
+        assert arguments.settings.batch.row_multiple % 16 == 0  # at least 16 devices
 
 
 def _other_commands() -> dict[str, set[str]]:
-    """The flags of the documented commands of each program but ``train.py``, or task of one."""
+    """Flags in the documented commands of each program (or subcommand) except ``train.py``."""
     programs: dict[str, set[str]] = {}
     names = "|".join(INSTALLED)
     for path in DOCUMENTS:
@@ -246,17 +248,12 @@ def _other_commands() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("program", _other_commands())
-def test_flags_of_other_documented_commands_exist(
-    program: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_of_other_documented_commands_exist(program: str) -> None:
     flags = _other_commands()[program]
-    name, *task = program.split()
-    folder = (ROOT / name.replace(".", "/")).is_dir()
-    with pytest.raises(SystemExit):
-        importlib.import_module(name + ".__main__" * folder).main([*task, "--help"])
-    there = set(re.findall(r"--([a-z][\w.-]*)", capsys.readouterr().out))
-    assert flags and not flags - there, f"the documents give {program} --{flags - there}"
+    unknown = flags - _flags(program)
+    assert flags and not unknown, f"the documents give {program} --{unknown}"
 
 
-def test_all_programs_are_looked_at() -> None:
+def test_documented_commands_are_found() -> None:
+    assert len(_training_commands()) >= 10
     assert len(_other_commands()) >= 10 and "transformer_jax.serving" in _other_commands()

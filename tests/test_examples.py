@@ -1,4 +1,4 @@
-"""Programs in examples/ run at reduced size and print the output in their docstrings."""
+"""Programs in examples/ run at reduced size and print the output that their docstrings describe."""
 
 from __future__ import annotations
 
@@ -22,24 +22,30 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """``run(name, **arguments of its main)``: what the example prints."""
-    # One device, as with most who run these.
+    """``run(name, **arguments of its main)``: the example's output, on one device.
+
+    ``num_layers`` replaces the number in its config.
+    """
     one = jax.devices()[:1]
     monkeypatch.setattr(
         transformer_jax, "train", functools.partial(transformer_jax.train, devices=one)
     )
     monkeypatch.setattr("transformer_jax.decoding.devices.find_devices", lambda: one)
 
-    def run(name: str, **arguments: Any) -> str:
+    def run(name: str, num_layers: int | None = None, **arguments: Any) -> str:
         [path] = [path for path in EXAMPLES if path.stem == name]
-        runpy.run_path(str(path))["main"](**arguments)
+        main = runpy.run_path(str(path))["main"]
+        if num_layers:
+            config = dataclasses.replace(main.__globals__["CONFIG"], num_layers=num_layers)
+            main.__globals__["CONFIG"] = config
+        main(**arguments)
         return capsys.readouterr().out
 
     return run
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_short_and_say_how_they_are_run(path: Path) -> None:
+def test_examples_are_short_and_show_their_command(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 80
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert f"\n    python examples/{path.name}" in docstring
@@ -47,23 +53,23 @@ def test_examples_are_short_and_say_how_they_are_run(path: Path) -> None:
 
 
 def test_copy_task(run: Callable[..., str]) -> None:
-    printed = run("copy_task", steps=100)
+    printed = run("copy_task", num_layers=1, steps=100)
     [loss] = re.findall(r"^step 100: loss (.*)$", printed, re.MULTILINE)
-    assert float(loss) < 2  # at first above ln 20 = 3
+    assert float(loss) < 2  # about ln 20 = 3 at first
     source, copy = re.findall(r"^(?:source|copy  ) \[(.*)\]$", printed, re.MULTILINE)
-    assert len(source.split(",")) >= len(copy.split(",")) > 1
+    assert len(source.split(",")) > 1 and len(copy.split(",")) > 1
     [exact] = re.findall(r"^(\d+) of 200 new sequences are copied exactly$", printed, re.MULTILINE)
-    assert int(exact) > 5
+    assert int(exact) > 20
 
 
-def test_a_vision_transformer_reads_digits(run: Callable[..., str]) -> None:
-    printed = run("digits_vit", steps=150)
+def test_a_vision_transformer_classifies_digits(run: Callable[..., str]) -> None:
+    printed = run("digits_vit", steps=60)
     [accuracy] = re.findall(r"accuracy on 360 test images: ([\d.]+)%", printed)
-    assert float(accuracy) >= 95
+    assert float(accuracy) >= 80
 
 
-def test_a_language_model_draws_names_of_numbers(run: Callable[..., str]) -> None:
-    printed = run("language_model", steps=60)
+def test_a_language_model_samples_number_names(run: Callable[..., str]) -> None:
+    printed = run("language_model", num_layers=1, steps=60)
     assert len(printed.splitlines()) == 11
     right, new = re.findall(r"\d+", printed.splitlines()[-1].replace("500", ""))
     assert int(right) >= 50 and 0 < int(new) < int(right)
@@ -79,13 +85,15 @@ def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> 
 
 def test_number_names(run: Callable[..., str], tmp_path: Path) -> None:
     printed = run("number_names", folder=tmp_path / "new", train=30).splitlines()
-    names = [
-        f"{split}.{language}" for split in ("train", "dev", "test") for language in ("en", "de")
-    ]
-    counts = [len((tmp_path / "new" / name).read_text().splitlines()) for name in names]
-    assert counts == [30, 30, 200, 200, 500, 500]
+    counts = {"train": 30, "dev": 200, "test": 500}
+    files = {
+        tmp_path / "new" / f"{name}.{side}": counts[name]
+        for name in counts
+        for side in ("en", "de")
+    }
+    assert [len(file.read_text().splitlines()) for file in files] == [*files.values()]
     assert [line.split(",")[0] for line in printed] == [
-        f"{tmp_path}/new/{name}: {count} lines" for name, count in zip(names, counts, strict=True)
+        f"{file}: {count} lines" for file, count in files.items()
     ]
 
 
@@ -98,7 +106,7 @@ def test_figures(run: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_table_3(run: Callable[..., str], tmp_path: Path) -> None:
-    """Means over finished seeds, beside the paper's figures."""
+    """Means over finished seeds, next to the paper's results."""
 
     def write_run(name: str, seed: int, *, of: int = 10, **summary: Any) -> None:
         folder = tmp_path / name / f"seed-{seed}"

@@ -8,23 +8,23 @@ from benchmarks.train import model_flops
 from transformer_jax.config import ModelConfig
 
 
-def test_flops_of_single_tokens_agree_with_a_count_by_hand() -> None:
+def test_flops_of_single_tokens_equal_a_manual_count() -> None:
     model = ModelConfig(vocab_size=50, d_model=16, d_ff=32, num_heads=2, num_layers=1)
     ones = np.full(3, 1)
-    # One token: per layer 4 + 4 products D x D and 2 products D x F a side, attention over one
-    # position; the softmax.
+    # One token: 4 + 4 + 4 D x D matmuls, two D x F matmuls per side, three attentions to one
+    # position, and the softmax.
     by_hand = 2 * ((4 + 4 + 4) * 16 * 16 + 4 * 16 * 32 + 3 * 2 * 16 + 16 * 50)
     assert model_flops(model, ones, ones) == 3 * 3 * by_hand
 
 
-def test_flops_follow_what_a_layer_is() -> None:
+def test_flops_depend_on_settings() -> None:
     def flops(S: int, T: int, **settings: Any) -> float:
         small = {"vocab_size": 50, "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1}
         model = ModelConfig(**small | settings)
         return model_flops(model, np.full(1, S), np.full(1, T)) / (3 * 2)
 
     base = flops(5, 7)
-    assert flops(5, 7, d_ff=64) - base == 2 * 16 * 32 * 12  # both feed-forward products
+    assert flops(5, 7, d_ff=64) - base == 2 * 16 * 32 * 12  # both feed-forward matmuls
     assert flops(5, 7, vocab_size=51) - base == 7 * 16
     # d_k 8 to 4: projections of queries and keys, and the scores, in three attentions
     narrower = 16 * 8 * (2 * 5 + 2 * 7 + 7 + 5) + 8 * (25 + 49 + 35)

@@ -1,4 +1,4 @@
-"""Launch recipes for clusters and containers: they parse, and their flags exist."""
+"""Launch files for clusters and containers: valid, consistent, with existing flags."""
 
 import ast
 import dataclasses
@@ -25,7 +25,7 @@ from transformer_jax.serving import flags as serving
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
-SAVED = 128 + signal.SIGTERM  # the status of train.py after SIGTERM
+SAVED = 128 + signal.SIGTERM  # exit status of train.py after SIGTERM
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 INSTRUCTIONS = {
@@ -35,7 +35,7 @@ INSTRUCTIONS = {
 
 
 def flags_of_train() -> set[str]:
-    """The program's own fields, and those of the config."""
+    """The program's own flags and all config fields."""
     [arguments] = [
         node
         for node in ast.parse(
@@ -75,7 +75,7 @@ def test_flags_exist(path: Path) -> None:
 
 
 def job_set() -> tuple[dict[str, Any], dict[str, Any]]:
-    """All resources by kind, and the pod's specification."""
+    """All resources by kind, and the pod specification."""
     resources = {
         each["kind"]: each for each in yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
     }
@@ -83,7 +83,7 @@ def job_set() -> tuple[dict[str, Any], dict[str, Any]]:
     return resources, job["template"]["spec"]["template"]["spec"]
 
 
-def test_job_set_has_what_jax_asks_for() -> None:
+def test_job_set_meets_the_requirements_of_jax() -> None:
     resources, pod = job_set()
     [job] = resources["JobSet"]["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
@@ -92,7 +92,7 @@ def test_job_set_has_what_jax_asks_for() -> None:
         and spec["completionMode"] == "Indexed"
         and spec["parallelism"] == spec["completions"]
     )
-    # The account that pods run under may read pods and jobs.
+    # the pods' service account can read pods and jobs
     assert pod["serviceAccountName"] == resources["ServiceAccount"]["metadata"]["name"]
     assert resources["RoleBinding"]["subjects"][0]["name"] == pod["serviceAccountName"]
     assert resources["RoleBinding"]["roleRef"]["name"] == resources["Role"]["metadata"]["name"]
@@ -106,7 +106,7 @@ def test_job_set_has_what_jax_asks_for() -> None:
     assert "jax[k8s]" in (LAUNCH / "Dockerfile").read_text()
 
 
-def test_job_set_restarts_what_was_saved() -> None:
+def test_job_set_restarts_after_a_save() -> None:
     resources, pod = job_set()
     [job] = resources["JobSet"]["spec"]["replicatedJobs"]
     [container] = pod["containers"]
@@ -122,7 +122,7 @@ def test_job_set_restarts_what_was_saved() -> None:
         rule["onJobFailureReasons"] == ["PodFailurePolicy"]
         and rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     )
-    # The work directory outlives the pods, and the rows divide over the GPUs.
+    # the work directory is on a volume, and batch rows are a multiple of the number of GPUs
     arguments = dict(x.removeprefix("--").split("=") for x in container["args"] if "=" in x)
     assert any(
         arguments["workdir"].startswith(mount["mountPath"] + "/")
@@ -138,7 +138,7 @@ def test_job_set_restarts_what_was_saved() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1, SAVED])
-def test_slurm_job_goes_back_into_the_queue_when_it_was_saved(tmp_path: Path, status: int) -> None:
+def test_slurm_job_is_requeued_after_a_save(tmp_path: Path, status: int) -> None:
     for name, body in {
         "srun": f'echo "$@" > srun.txt; exit {status}',
         "scontrol": 'echo "$@" > scontrol.txt',
@@ -160,16 +160,16 @@ def test_slurm_job_goes_back_into_the_queue_when_it_was_saved(tmp_path: Path, st
     assert (queued.read_text() == "requeue 17\n") if status == SAVED else not queued.exists()
 
 
-def test_slurm_script_asks_for_a_signal_and_a_process_for_each_gpu() -> None:
+def test_slurm_script_requests_a_signal_and_one_process_per_gpu() -> None:
     options = dict(
         re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", (LAUNCH / "slurm.sh").read_text(), re.MULTILINE)
     )
     assert options["ntasks-per-node"] == options["gpus-per-node"] and "requeue" in options
-    assert re.fullmatch(r"TERM@\d+", options["signal"])  # without "B:" it goes to the processes
+    assert re.fullmatch(r"TERM@\d+", options["signal"])  # without "B:", it is sent to the processes
 
 
 def instructions(recipe: str) -> dict[str, list[str]]:
-    """What an image's recipe says, by instruction."""
+    """A Dockerfile's arguments, by instruction."""
     text = re.sub(r"^#.*\n", "", (LAUNCH / recipe).read_text(), flags=re.MULTILINE)
     found: dict[str, list[str]] = {}
     for line in filter(None, text.replace("\\\n", "").split("\n")):
@@ -189,29 +189,30 @@ def test_images_are_built_from_files_that_exist(recipe: str) -> None:
 
 
 def served(flags: list[str]) -> tuple[serving.Arguments, str]:
-    """The flags of a recipe as transformer-serve reads them, and its path to the model."""
+    """Parsed flags of transformer-serve, and the path of its model."""
     arguments = parse_flags(serving.Arguments, flags)
     [model] = arguments.workdir
     return arguments, model
 
 
-def test_the_image_of_the_service() -> None:
+def test_image_of_the_service() -> None:
     found = instructions("Dockerfile.serve")
     program, *flags = json.loads(found["ENTRYPOINT"][0]) + json.loads(found["CMD"][0])
     assert program in PROJECT["scripts"]
     arguments, model = served(flags)
     assert arguments.host == "0.0.0.0" and found["EXPOSE"] == [str(arguments.port)]
     assert found["STOPSIGNAL"] == ["SIGTERM"] and int(found["USER"][0].split(":")[0]) > 0
-    # The volume is where compiled functions go, and belongs to the user.
+    # the volume is for compiled functions, and belongs to the user
     [volume] = found["VOLUME"]
     assert found["ENV"] == [f"XDG_CACHE_HOME={volume}"] and found["RUN"][-1].endswith(volume)
     page = (ROOT / "docs" / "serving.md").read_text()
     assert f":{model}:ro" in page and f":{volume} " in page
     [waiting] = re.findall(r"--stop-timeout (\d+)", page)
-    assert int(waiting) >= arguments.timeout + 5  # as long as requests may take
+    assert int(waiting) >= arguments.timeout + 5  # longer than a request can take
 
 
-def test_the_image_is_healthy_once_the_service_has_compiled() -> None:
+def test_health_check_of_the_image() -> None:
+    """The service responds with 503 until it has compiled its functions."""
     [check] = instructions("Dockerfile.serve")["HEALTHCHECK"]
     flags, command = check.split(" CMD ")
     assert "--start-period=" in flags
@@ -235,7 +236,7 @@ def test_the_image_is_healthy_once_the_service_has_compiled() -> None:
     assert here != code and ends == [1, 0]
 
 
-def test_the_deployment_of_the_service() -> None:
+def test_deployment_of_the_service() -> None:
     resources = {
         each["kind"]: each for each in yaml.safe_load_all((LAUNCH / "serve.yaml").read_text())
     }
@@ -245,7 +246,7 @@ def test_the_deployment_of_the_service() -> None:
     image = instructions("Dockerfile.serve")
     arguments, model = served(json.loads(image["ENTRYPOINT"][0])[1:] + container["args"])
 
-    # Who finds the pods: the deployment, the service, Prometheus, the probes.
+    # the deployment, the service, Prometheus and the probes find the pods
     labels = template["metadata"]["labels"].items()
     assert resources["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels
     assert resources["Service"]["spec"]["selector"].items() <= labels
@@ -260,7 +261,7 @@ def test_the_deployment_of_the_service() -> None:
     app = (ROOT / "transformer_jax" / "serving" / "app.py").read_text()
     assert all(f'"{path}"' in app for path in ("/health", notes["prometheus.io/path"]))
 
-    # What it is given time for, and what it may read and write.
+    # enough time to finish requests; mounted volumes; permissions
     [_, pause] = container["lifecycle"]["preStop"]["exec"]["command"]
     assert pod["terminationGracePeriodSeconds"] >= int(pause) + arguments.timeout + 5
     mounts = {each["mountPath"]: each for each in container["volumeMounts"]}

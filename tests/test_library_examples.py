@@ -1,11 +1,10 @@
-"""Python blocks in README.md and docs/ run on their own and print the output in their comments."""
+"""Python blocks in README.md and docs/ run and print the output in their comments."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import io
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import transformer_jax
 from transformer_jax import Config, DecodingConfig
@@ -27,24 +25,22 @@ class Block(NamedTuple):
     code: str
 
     def run(self) -> None:
-        """Run the block as a program and compare its output, where a comment beside a ``print``
-        tells it.
+        """Run the block as a program and compare its output with the comments after ``print``
+        calls.
         """
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            # Newlines before the code make tracebacks point into the document.
-            exec(
-                compile("\n" * self.line + self.code, str(self.file), "exec"),
-                {"__name__": "__main__"},
-            )
+            # Tracebacks show the line in the document.
+            code = compile("\n" * self.line + self.code, str(self.file), "exec")
+            exec(code, {"__name__": "__main__"})
         printed = output.getvalue().splitlines()
         prints = re.findall(r"^print\(.*?\)(?:  # (.*))?$", self.code, re.MULTILINE)
         if any(prints):
             assert len(printed) == len(prints), (
-                "in a block with expected output every print stands alone and prints a line"
+                "a block with expected output prints one line per print call"
             )
         for line, expected in zip(printed, prints):
-            # A colon begins an explanation.
+            # an explanation follows a colon
             assert not expected or line == expected.split(": ")[0]
 
 
@@ -62,7 +58,7 @@ BLOCKS = [
         *("docs/tutorials/from_flax_wmt.md", "docs/tutorials/one_module.md"),
     )
     for block in blocks(name)
-    if "m30k-ct2" not in block.code  # a model in a folder that only its reader has
+    if "m30k-ct2" not in block.code  # needs a model that only the reader has
 ]
 TRAINS = [block for block in BLOCKS if "train(config, " in block.code]
 OTHERS = [block for block in BLOCKS if block not in TRAINS]
@@ -72,49 +68,34 @@ _train_anywhere = transformer_jax.train
 
 
 def _train(config: Config, workdir: str) -> dict[str, Any]:
-    decoding = DecodingConfig(max_source_length=16, max_extra_length=8, batch_size=8)
+    decoding = DecodingConfig(max_source_length=16, max_extra_length=8, batch_size=2)
     config = dataclasses.replace(config, decoding=decoding)
     return _train_anywhere(config, workdir, devices=jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the blocks run: the guide's training block has left its work directory under every name
-    that others read.
+    """The folder where blocks run. It has the work directory of the guide's training block under
+    all names that other blocks use.
     """
     folder = tmp_path_factory.mktemp("examples")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))  # for the compilation cache that training turns on
-        # Few sentences, all short, on one device: each length, width and device is compiled.
+        # Few short sentences on one device: each length, width and device takes a compilation.
         patch.setattr(transformer_jax, "train", _train)
         patch.setattr("transformer_jax.decoding.devices.find_devices", lambda: jax.devices()[:1])
-        try:
-            for block in TRAINS:
-                block.run()
-            for name in {
-                name for block in OTHERS for name in re.findall(r'"runs/(\w+)"', block.code)
-            }:
-                (folder / "runs" / name).symlink_to("toy")
-            yield folder
-        finally:
-            # as conftest.py has it
-            jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-            compilation_cache.reset_cache()
-
-
-def test_training_leaves_a_work_directory(folder: Path) -> None:
-    assert len(TRAINS) == 1
-    assert {"config.json", "tokenizer.model", "checkpoints", "metrics.jsonl", "summary.json"} <= {
-        path.name for path in (folder / "runs" / "toy").iterdir()
-    }
+        [training] = TRAINS
+        training.run()
+        for name in set(re.findall(r'"runs/(\w+)"', "".join(block.code for block in OTHERS))):
+            (folder / "runs" / name).symlink_to("toy")
+        yield folder
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=lambda block: f"{block.file.name}:{block.line}")
-def test_block_runs_and_prints_what_it_says(block: Block, folder: Path) -> None:
+def test_block_prints_its_documented_output(block: Block, folder: Path) -> None:
     block.run()
 
 
-def test_comments_beside_prints_are_compared() -> None:
+def test_a_wrong_comment_after_a_print_fails() -> None:
     Block(ROOT, 1, "print(1 + 1)  # 2: a sum\nprint('any')\n").run()
     with pytest.raises(AssertionError):
         Block(ROOT, 1, "print(1 + 1)  # 3\n").run()

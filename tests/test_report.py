@@ -1,12 +1,14 @@
-"""Training reports, also for unfinished and corrupt runs, and their display in a browser."""
+"""Training reports of finished, unfinished and corrupt runs, and their display in a browser."""
 
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,7 +29,7 @@ HOSTILE = "<script>alert(1)</script><img src='http://example.org/a.png'>"
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
-    """A finished run with a model whose dev set is a file."""
+    """A finished run whose dev set is a text file."""
     folder = tmp_path_factory.mktemp("runs") / "it's one"
     sources, targets = folder.with_name("dev.en"), folder.with_name("dev.de")
     sources.write_text("\n".join([*LINES[:3], "two <b>three</b> &amp;"]) + "\n")
@@ -67,25 +69,31 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(original: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, to be corrupted."""
+    """A copy of the finished run, to be modified."""
     return Path(shutil.copytree(original, tmp_path / "one"))
+
+
+def write_report(folder: Path, *runs: Path, flags: tuple[str, ...] = ("--samples", "0")) -> str:
+    file = folder / "report.html"
+    where = ["--workdir", *map(str, runs), "--output", str(file)]
+    assert program.main([*where, *flags]) == 0
+    return file.read_text()
 
 
 @pytest.fixture
 def report(tmp_path: Path) -> Callable[..., str]:
-    """Run the program: the page it writes."""
+    """``report(*runs, flags=...)`` runs the program and returns its page."""
+    return partial(write_report, tmp_path)
 
-    def write(*runs: Path, flags: tuple[str, ...] = ("--samples", "0")) -> str:
-        file = tmp_path / "report.html"
-        where = ["--workdir", *map(str, runs), "--output", str(file)]
-        assert program.main([*where, *flags]) == 0
-        return file.read_text()
 
-    return write
+@pytest.fixture(scope="module")
+def page(original: Path, tmp_path_factory) -> str:
+    """The finished run's page, without translations."""
+    return write_report(tmp_path_factory.mktemp("finished"), original)
 
 
 def tables(page: str) -> dict[str, list[str]]:
-    """The cells of each row of each table, by the row's header."""
+    """Cells of each row of each table, by row header."""
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page)
     return {head: re.findall("<td>(.*?)</td>", cells) for head, cells in rows}
 
@@ -95,8 +103,7 @@ def problems(page: str) -> list[str]:
     return re.findall("<li>(.*?)</li>", found)
 
 
-def test_results_are_those_of_the_files(report, run):
-    page = report(run)
+def test_results_match_the_files(page):
     rows = tables(page)
     expected = {
         "status": "finished, step 4 of 4",
@@ -120,24 +127,16 @@ def test_results_are_those_of_the_files(report, run):
     assert not problems(page) and "Translations" not in page
 
 
-def test_curves_show_what_their_words_say(report, run):
-    pictures = dict(
-        re.findall(r'<img src="data:image/svg\+xml;base64,(.*?)" alt="(.*?)\.">', report(run))
-    )
-    by_words = {
-        words: ElementTree.fromstring(base64.b64decode(data)) for data, words in pictures.items()
-    }
-    first = f"Loss by step. {run} (train): 2 at step 4; {run} (dev): 2.5 at step 4"
-    assert first in by_words
-    assert [words.split(" by ")[0] for words in by_words] == [
-        "Loss",
-        "Perplexity",
-        "BLEU",
-        "Learning rate",
-        "Tokens per second",
-    ]
-    texts = [e.text for e in by_words[first].iter("{http://www.w3.org/2000/svg}text")]
-    assert {"step", "2", "8"} <= {*texts}
+def test_curves_match_their_alt_texts(page, original):
+    curves = re.findall(r'<img src="data:image/svg\+xml;base64,(.*?)" alt="(.*?)\.">', page)
+    data, words = curves[0]
+    said = f"Loss by step. {original} (train): 2 at step 4; {original} (dev): 2.5 at step 4"
+    assert html.unescape(words) == said
+    titles = [words.split(" by ")[0] for _, words in curves]
+    assert titles == ["Loss", "Perplexity", "BLEU", "Learning rate", "Tokens per second"]
+    picture = ElementTree.fromstring(base64.b64decode(data))
+    texts = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"step", "2", "8"} <= texts
 
 
 def test_settings_that_differ_come_first(report, run, tmp_path):
@@ -155,53 +154,56 @@ def test_settings_that_differ_come_first(report, run, tmp_path):
     assert "Different between" not in page and tables(page)["training.steps"] == ["4", "100,000"]
 
 
-def test_an_unfinished_run_is_named_so(report, run):
+def test_unfinished_and_empty_runs(report, run, tmp_path):
     (run / "summary.json").unlink()
-    page = report(run)
-    assert tables(page)["status"] == ["unfinished, step 4 of 4"]
-    assert problems(page) == [f"{run}: summary.json cannot be read: No such file or directory."]
-
-
-CORRUPT = {
-    "metrics.jsonl is corrupt at line 7 of 7.": lambda run: (run / "metrics.jsonl").write_text(
-        (run / "metrics.jsonl").read_text()[:-20]
-    ),
-    "metrics.jsonl cannot be read: No such file": lambda run: (run / "metrics.jsonl").unlink(),
-    "summary.json is ignored: it is either corrupt": lambda run: (run / "summary.json").write_text(
-        "[1]"
-    ),
-    "summary.json is ignored: it is either corrupt or out of date.": lambda run: (
-        run / "summary.json"
-    ).write_text('{"steps": 2}'),
-    "summary.json is ignored: it is either corrupt or": lambda run: (
-        run / "summary.json"
-    ).write_text('{"steps": "4"}'),
-    "summary.json cannot be read: Is a directory": lambda run: (
-        (run / "summary.json").unlink(),
-        (run / "summary.json").mkdir(),
-    ),
-    "Config file &#39;config.json&#39; does not exist": lambda run: (run / "config.json").unlink(),
-    "Config file &#39;config.json&#39;: The config is not valid JSON": lambda run: (
-        run / "config.json"
-    ).write_bytes(b"\xff\x00"),
-}
-
-
-@pytest.mark.parametrize("said", CORRUPT)
-def test_missing_and_corrupt_files_are_listed(report, run, said):
-    CORRUPT[said](run)
-    [problem] = problems(report(run))
-    problem = problem.replace(f"{run}/", "")
-    assert problem.startswith(f"{run}: {said}")
-
-
-def test_an_empty_folder_is_reported(report, tmp_path):
     (tmp_path / "empty").mkdir()
-    page = report(tmp_path / "empty")
-    assert len(problems(page)) == 3 and "unfinished, step 0" in page
+    page = report(run, tmp_path / "empty")
+    unfinished, empty = tables(page)["status"]
+    assert unfinished == "unfinished, step 4 of 4" and empty.startswith("unfinished, step 0")
+    problem, *others = problems(page)
+    assert problem == f"{run}: summary.json cannot be read: No such file or directory."
+    assert len(others) == 3
 
 
-def test_lines_that_are_no_entries_are_left_out(report, run):
+CORRUPT = [
+    (
+        "metrics.jsonl",
+        lambda file: file.write_text(file.read_text()[:-20]),
+        "metrics.jsonl is corrupt at line 7 of 7.",
+    ),
+    ("metrics.jsonl", Path.unlink, "metrics.jsonl cannot be read: No such file"),
+    (
+        "summary.json",
+        lambda file: (file.unlink(), file.mkdir()),
+        "summary.json cannot be read: Is a directory",
+    ),
+    *(
+        (
+            "summary.json",
+            lambda file, content=content: file.write_text(content),
+            "summary.json is ignored: it is either corrupt or out of date.",
+        )
+        for content in ("[1]", '{"steps": 2}', '{"steps": "4"}')
+    ),
+    ("config.json", Path.unlink, "Config file &#39;config.json&#39; does not exist"),
+    (
+        "config.json",
+        lambda file: file.write_bytes(b"\xff\x00"),
+        "Config file &#39;config.json&#39;: The config is not valid",
+    ),
+]
+
+
+def test_missing_and_corrupt_files_are_listed(report, run, tmp_path):
+    runs = [Path(shutil.copytree(run, tmp_path / str(i))) for i in range(len(CORRUPT))]
+    for folder, (name, corrupt, _) in zip(runs, CORRUPT, strict=True):
+        corrupt(folder / name)
+    listed = problems(report(*runs))
+    for folder, problem, (_, _, message) in zip(runs, listed, CORRUPT, strict=True):
+        assert problem.replace(f"{folder}/", "").startswith(f"{folder}: {message}")
+
+
+def test_malformed_metrics_are_skipped(report, run):
     wrong = ["[]", "1", "null", '{"step": 1}', '{"kind": "train"}']
     wrong += ['{"kind": "dev", "step": "4"}', '{"kind": "dev", "step": 4, "time": "now"}']
     wrong += ['{"kind": "start", "step": 0, "environment": []}', '{"kind": [], "step": 4}']
@@ -216,7 +218,7 @@ def test_lines_that_are_no_entries_are_left_out(report, run):
     assert tables(page)["best dev_bleu"] == ["33.333"]
 
 
-def test_a_checkpoint_that_cannot_be_loaded_costs_only_translations(report, run):
+def test_a_corrupt_checkpoint_affects_only_translations(report, run):
     for file in (run / "checkpoints").glob("*/manifest.json"):
         file.write_bytes(b"")
     page = report(run, flags=())
@@ -224,12 +226,12 @@ def test_a_checkpoint_that_cannot_be_loaded_costs_only_translations(report, run)
     assert tables(page)["test.bleu"] == ["28.4"]
 
 
-def test_a_dev_set_that_is_gone_is_reported(report, run, monkeypatch):
+def test_a_missing_dev_set_is_reported(report, run, monkeypatch):
     monkeypatch.setattr(Translator, "from_workdir", lambda *_, **__: None)
     config = (run / "config.json").read_text()
     (run / "config.json").write_text(config.replace("dev.en", "gone.en"))
-    assert "Translations and attention are incomplete: " in problems(report(run, flags=()))[0]
-    assert "gone.en" in problems(report(run, flags=()))[0]
+    [problem] = problems(report(run, flags=()))
+    assert "Translations and attention are incomplete: " in problem and "gone.en" in problem
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_a_dev_set_that_is_gone_is_reported(report, run, monkeypatch):
         (["--workdir", ".", "--output", "a.html", "--samples", "-1"], "expected 0 or more"),
     ],
 )
-def test_wrong_flags(flags, said, tmp_path, monkeypatch, capsys):
+def test_invalid_flags_are_errors(flags, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert program.main(flags) == 2
     assert said in capsys.readouterr().err
@@ -252,7 +254,7 @@ WORDS = st.lists(st.sampled_from(["a", "b", "cd", "<e>"]), max_size=8).map(" ".j
 
 
 @given(WORDS, WORDS)
-def test_a_diff_holds_both_sides(reference, translation):
+def test_a_diff_contains_both_sides(reference, translation):
     found = word_diff(reference, translation)
     for mark, side in (("ins", reference), ("del", translation)):
         text = "".join(words for tag, words in found if tag != mark)
@@ -261,7 +263,7 @@ def test_a_diff_holds_both_sides(reference, translation):
         assert {tag for tag, _ in found} <= {""}
 
 
-def test_a_diff_is_by_words():
+def test_a_diff_compares_words_or_characters():
     marked = [(tag, words) for tag, words in word_diff("a man sleeps", "a dog sleeps") if tag]
     assert marked == [("del", "man"), ("ins", "dog")]
     marked = [(tag, words) for tag, words in word_diff("她睡觉", "他睡觉") if tag]
@@ -270,18 +272,18 @@ def test_a_diff_is_by_words():
 
 @pytest.fixture(scope="module")
 def complete(original, tmp_path_factory) -> Path:
-    """A page with translations and attention."""
+    """A page with translations and attention maps."""
     file = tmp_path_factory.mktemp("page") / "report.html"
     flags = ["--output", str(file), "--samples", "3", "--text", HOSTILE]
     assert program.main(["--workdir", str(original), *flags]) == 0
     return file
 
 
-def test_translations_are_those_of_the_model(complete, original):
+def test_translations_match_the_model(complete, original):
     translations = Translator.from_workdir(original, batch_size=8).translate([LINES[0], LINES[2]])
     page = complete.read_text()
     cards = re.findall("<article><dl>(.*?)</dl>", page, re.DOTALL)
-    assert len(cards) == 2  # every second of four lines
+    assert len(cards) == 2  # every second line of four
     for card, line, translation in zip(cards, (LINES[0], LINES[2]), translations, strict=True):
         source, reference, found = re.findall("<dd.*?>(.*?)</dd>", card)
         assert (source, reference) == (line, line.upper())
@@ -290,7 +292,7 @@ def test_translations_are_those_of_the_model(complete, original):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
-def test_a_browser_shows_all_of_it_and_fetches_nothing(browser, complete, width, scheme):
+def test_a_browser_shows_the_page_without_other_requests(browser, complete, width, scheme):
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     fetched, said = [], []
     page.on("request", lambda request: fetched.append(request.url))
@@ -300,7 +302,7 @@ def test_a_browser_shows_all_of_it_and_fetches_nothing(browser, complete, width,
     page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert [url for url in fetched if not url.startswith("data:")] == [complete.as_uri()]
     assert said == []
-    assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
+    assert page.evaluate("document.documentElement.scrollWidth") == width  # no horizontal overflow
     links = page.locator("nav a").all()
     assert [page.locator(link.get_attribute("href")).count() for link in links] == [1] * 6
     images = page.evaluate(
@@ -308,9 +310,7 @@ def test_a_browser_shows_all_of_it_and_fetches_nothing(browser, complete, width,
     )
     assert len(images) == 5 + 3 and all(shown and alt for shown, alt in images)
     headings = page.evaluate("[...document.querySelectorAll('h2')].map(h => h.textContent)")
-    assert headings == [
-        *("Curves", "Results", "Translations", "Attention", "Settings", "Environment")
-    ]
+    assert " ".join(headings) == "Curves Results Translations Attention Settings Environment"
     assert page.evaluate("document.querySelectorAll('script, b, table a').length") == 0
     assert HOSTILE in page.inner_text("main")  # as text
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"

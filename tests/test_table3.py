@@ -7,17 +7,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
-from runs import ONE, tiny
+from runs import ONE, changed, tiny
 
-from transformer_jax import Translator, load_model
-from transformer_jax.config import (
-    Config,
-    DecodingConfig,
-    MeshConfig,
-    ModelConfig,
-    TokenizerConfig,
-)
+from transformer_jax import Translator
+from transformer_jax.config import Config, DecodingConfig, MeshConfig, TokenizerConfig
 from transformer_jax.config_io import flatten, load_config_file, recipe_path, to_json
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
@@ -33,24 +26,24 @@ ROWS, change = RECIPE["ROWS"], RECIPE["change"]
 PAIRS = [("one two three", "eins zwei drei"), ("four five", "vier fünf"), ("six", "sechs")]
 
 
-def changed(row: str, base: Config) -> dict[str, object]:
-    """Settings that a row changes."""
+def changes(row: str, base: Config) -> dict[str, object]:
+    """Settings of a base config that a row changes, and their new values."""
     old, new = flatten(base), flatten(change(row, base))
     return {name: value for name, value in new.items() if value != old[name]}
 
 
-def test_the_paper_is_the_paper_and_other_bases_are_in_proportion() -> None:
+def test_rows_have_the_papers_values_or_scale_with_the_base() -> None:
     paper = load_config_file("wmt14_base")
     for row, what in ROWS.items():
-        assert changed(row, paper) == what.changes, row
+        assert changes(row, paper) == what.changes, row
     big = load_config_file("wmt14_big")
     assert change("big", paper).model == big.model
     small = tiny()
     model = dataclasses.replace(small.model, d_model=64, num_heads=4, num_layers=3, dropout=0.3)
     small = dataclasses.replace(small, model=model)
-    values = [list(changed(row, small).values()) for row in ROWS]
+    values = [list(changes(row, small).values()) for row in ROWS]
     assert values == [
-        *([], [1], [2], [8], [16]),  # heads: an eighth of 4 would be none
+        *([], [1], [2], [8], [16]),  # heads: at least one, although 4 / 8 < 1
         *([4], [8]),  # d_k
         *([1], [2], [4]),  # layers
         *([32], [128], [16], [64]),  # d_model, d_ff
@@ -63,11 +56,11 @@ def test_the_paper_is_the_paper_and_other_bases_are_in_proportion() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_the_argument_of_the_recipe(row: str) -> None:
+def test_the_recipe_takes_a_row(row: str) -> None:
     assert load_config_file(f"table3:{row}") == change(row, load_config_file("wmt14_base"))
 
 
-def test_the_base_is_a_recipe_or_a_file(tmp_path: Path) -> None:
+def test_the_recipe_takes_a_base(tmp_path: Path) -> None:
     base = tmp_path / "runs:1"
     base.mkdir()
     (base / "config.json").write_text(to_json(tiny()))
@@ -90,7 +83,7 @@ def test_the_base_is_a_recipe_or_a_file(tmp_path: Path) -> None:
     [
         (
             "table3",
-            r"table3\.py': get_config\(\) needs an argument: table3:ARGUMENT\. Config of a",
+            r"table3\.py'.*: get_config\(\) missing 1 required positional argument: 'argument'",
         ),
         (
             "table3:",
@@ -99,11 +92,11 @@ def test_the_base_is_a_recipe_or_a_file(tmp_path: Path) -> None:
         ("table3:C-N3", "Row 'C-N3' is unknown; expected one of base, "),
         ("table3:E,multi30", "Config 'multi30' is not a recipe; expected one of"),
         ("table3:E,none.py", "Config file 'none.py' does not exist"),
-        ("demo:large", r"demo\.py': get_config\(\) takes no argument, but got 'large'"),
+        ("demo:large", r"demo\.py': .*get_config\(\) takes 0 positional arguments but 1 was given"),
         ("tabel3:E", "'tabel3' is not a recipe; expected one of .*, table3, "),
     ],
 )
-def test_wrong_arguments_of_a_recipe_are_named(name: str, message: str) -> None:
+def test_invalid_recipe_arguments(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config_file(name)
 
@@ -114,21 +107,21 @@ def tokenizer() -> Tokenizer:
 
 
 def small(row: str, tokenizer: Tokenizer) -> Config:
-    """A row on a model of one layer, or from two layers where the row changes their number."""
+    """A row based on a small model with one layer, or two if the row changes their number."""
     base = tiny(average=1)
     layers = 2 if row.startswith("C-N") else 1
     model = dataclasses.replace(base.model, d_model=32, num_heads=8, num_layers=layers)
     config = change(row, dataclasses.replace(base, model=model))
     vocabulary = {"vocab_size": tokenizer.target.vocab_size}
-    return dataclasses.replace(
+    return changed(
         config,
-        model=dataclasses.replace(config.model, **vocabulary),
+        model={**vocabulary},
         decoding=DecodingConfig(beam_size=2, max_extra_length=3, batch_size=2),
     )
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_has_parameters_of_its_sizes(row: str, tokenizer: Tokenizer) -> None:
+def test_parameter_shapes_of_a_row(row: str, tokenizer: Tokenizer) -> None:
     config = small(row, tokenizer)
     functions = make_step_functions(config, make_mesh(MeshConfig(), ONE))
     parameters, model = functions.abstract_state.parameters, config.model
@@ -142,27 +135,15 @@ def test_a_row_has_parameters_of_its_sizes(row: str, tokenizer: Tokenizer) -> No
     assert shapes == [(model.d_model, *heads), (model.d_model, model.d_ff)]
 
 
-# One for each setting that rows change, the far end where it goes both ways.
-TRAINED = ["base", "A-h1", "A-h32", "B-dk16", "C-N2", "C-dmodel256", "C-dff1024"]
-TRAINED += ["D-drop0.2", "D-ls0.0", "E", "big"]
-
-
-@pytest.fixture(scope="module")
-def translators() -> dict[ModelConfig, Translator]:
-    """Compiled functions of earlier rows with the same model."""
-    return {}
+# Rows of other code paths than the tiny model of other tests: one head, keys narrower than
+# d_model / heads, no label smoothing, learned positions, and all sizes at once.
+TRAINED = ["A-h1", "B-dk16", "D-ls0.0", "E", "big"]
 
 
 @pytest.mark.parametrize("row", TRAINED)
 def test_a_row_trains_resumes_and_translates(
-    row: str,
-    tokenizer: Tokenizer,
-    translators: dict[ModelConfig, Translator],
-    tmp_path: Path,
+    row: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """One layer of 8 heads (another number where it is the row's) takes a step, is saved, restored
-    to the same next step, and translates.
-    """
     config = small(row, tokenizer)
     functions = make_step_functions(config, make_mesh(MeshConfig(), ONE))
     batch = Batch(*np.random.default_rng(0).integers(4, 40, (2, 8, 6), dtype=np.int32))
@@ -170,7 +151,7 @@ def test_a_row_trains_resumes_and_translates(
     tokenizer.save(tmp_path)
     checkpoints = Checkpoints(Workdir(tmp_path), config, tokenizer)
 
-    rng = np.random.default_rng(1)  # another state than that of ``init``, which is compiled longer
+    rng = np.random.default_rng(1)  # init would take longer, because it must be compiled
     before = jax.tree.map(
         lambda x: jax.device_put(rng.uniform(0, 0.1, x.shape).astype(x.dtype), x.sharding),
         functions.abstract_state,
@@ -186,10 +167,5 @@ def test_a_row_trains_resumes_and_translates(
         np.testing.assert_array_equal(one, other)
     assert int(state.step) == 2 and not int(state.bad_steps)
 
-    model = dataclasses.replace(config.model, dropout=0.0)  # a translator drops nothing
-    if model in translators:
-        translators[model].parameters = nnx.state(load_model(tmp_path)[1], nnx.Param)
-    else:
-        translators[model] = Translator.from_workdir(str(tmp_path))
-    translations = translators[model].translate(["one six", "", "six one"])
+    translations = Translator.from_workdir(str(tmp_path)).translate(["one six", "", "six one"])
     assert len(translations) == 3 and translations[1] == ""

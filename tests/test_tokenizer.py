@@ -1,5 +1,6 @@
-"""Tokenizer: round trip, reproducible training and sampling, special ids, helpful errors."""
+"""Tokenizer: round trip, reproducible training and sampling, special ids, error messages."""
 
+import functools
 import hashlib
 import json
 import pickle
@@ -19,9 +20,9 @@ from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenizer import Tokenizer
 
-PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=2000)))
+PAIRS = tuple(read_pairs(PairsConfig(kind="numbers", limit=2000)))
 SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))
-# Words of random syllables: each has many plausible segmentations.
+# Words of random syllables, which have many plausible segmentations.
 _generator = random.Random(0)
 _syllables = ["ba", "be", "bo", "da", "de", "do", "na", "ne", "no", "ta", "te", "to"]
 _words = [
@@ -29,14 +30,16 @@ _words = [
     for _ in range(6000)
 ]
 AMBIGUOUS = [" ".join(_words[i : i + 6]) for i in range(0, 6000, 6)]
+AMBIGUOUS_PAIRS = tuple(zip(AMBIGUOUS, AMBIGUOUS, strict=True))
 KINDS = [("bpe", True), ("bpe", False), ("unigram", True), ("unigram", False)]
 
 
-def train(algorithm="bpe", joint=True, vocab_size=60, pairs=PAIRS, **settings):
+def train_anew(algorithm="bpe", joint=True, vocab_size=60, pairs=PAIRS, **settings):
     config = TokenizerConfig(vocab_size=vocab_size, algorithm=algorithm, joint=joint, **settings)
     return Tokenizer.train(iter(pairs), config)
 
 
+train = functools.cache(train_anew)  # pairs, if given, must be hashable
 BYTES = train(vocab_size=330, byte_fallback=True, normalization="identity")
 
 
@@ -59,7 +62,7 @@ def test_decoding_inverts_encoding(algorithm, joint):
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\u2581")),
     st.sampled_from([0.0, 0.5]),
 )
-def test_identity_with_bytes_gives_any_line_back(line, sampling):
+def test_identity_with_byte_fallback_inverts_any_line(line, sampling):
     [ids] = BYTES.source.encode([line], sampling=sampling, seed=1)
     assert BYTES.source.decode(ids) == line
     assert UNK_ID not in ids
@@ -70,7 +73,7 @@ def test_a_decoded_line_has_no_newline():
     assert BYTES.source.decode(newline) == " "
 
 
-def test_special_ids_are_never_text():
+def test_text_never_encodes_to_special_ids():
     tokenizer = train()
     ids = tokenizer.source.encode(["forty-two", "</s> <pad>", "", "forty \u4e2d two"])
     assert not {PAD_ID, BOS_ID, EOS_ID} & {i for line in ids for i in line}
@@ -81,17 +84,17 @@ def test_special_ids_are_never_text():
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
 def test_training_is_reproducible_and_quiet(algorithm, joint, capfd):
-    assert train(algorithm, joint).fingerprint == train(algorithm, joint).fingerprint
+    assert train_anew(algorithm, joint).fingerprint == train(algorithm, joint).fingerprint
     assert train(algorithm, joint, vocab_size=59).fingerprint != train(algorithm, joint).fingerprint
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("joint", [True, False])
-def test_at_most_so_many_sentences_from_all_over_the_text(joint):
-    pairs = [(f"{'a' if i < 500 else 'b'}{i}", f"x{i}") for i in range(1000)]
+def test_training_sentences_are_spread_over_the_text(joint):
+    pairs = tuple((f"{'a' if i < 500 else 'b'}{i}", f"x{i}") for i in range(1000))
     some = train(joint=joint, pairs=pairs, vocab_size=20, max_training_sentences=256)
-    # Every 4th pair (of 1,000, 250 are at most 256) on each side; every 8th where both sides share
-    # the budget.
+    # Every 4th pair (250 of 1,000; at most 256) on each side, or every 8th if both sides share the
+    # limit
     every = pairs[:: 8 if joint else 4]
     assert some.fingerprint == train(joint=joint, pairs=every, vocab_size=20).fingerprint
 
@@ -117,14 +120,14 @@ def test_save_and_load(tmp_path, joint):
 # Sampling
 
 
-def test_sampling_of_no_strength_is_sentencepieces_own_segmentation():
+def test_sampling_with_probability_0_is_sentencepieces_segmentation():
     for tokenizer in (train(), BYTES):
         lines = [*SOURCES, "caf\u00e9 \u4e2d\u4e2d forty", "  a  b "]
         assert tokenizer.source.encode(lines, sampling=1e-12) == tokenizer.source.encode(lines)
 
 
-def test_sampling_depends_on_the_seed_and_on_nothing_else(tmp_path):
-    tokenizer = train(pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True))
+def test_sampling_depends_only_on_the_seed(tmp_path):
+    tokenizer = train(pairs=AMBIGUOUS_PAIRS)
     tokenizer.save(tmp_path)
 
     def digest(seed):
@@ -151,7 +154,7 @@ print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
 
 
 def test_sampling_has_sentencepieces_distribution():
-    tokenizer, n = train(pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True)), 20_000
+    tokenizer, n = train(pairs=AMBIGUOUS_PAIRS), 20_000
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.source.model)
     ours = Counter(map(tuple, tokenizer.source.encode(["tobane"] * n, sampling=0.05, seed=1)))
     theirs = Counter(
@@ -188,19 +191,17 @@ def test_a_vocabulary_smaller_than_the_alphabet():
 
 
 @pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("pairs", [[], [("", " ")], [("\x01", "\x02")]])
+@pytest.mark.parametrize("pairs", [(), (("", " "),), (("\x01", "\x02"),)])
 def test_empty_training_text(joint, pairs):
     with pytest.raises(
         UserError,
-        match=r"is empty, .* Check data.train|SentencePiece cannot learn .* training text",
+        match=r"SentencePiece cannot learn .* training text",
     ):
         train(joint=joint, pairs=pairs)
 
 
-def test_load_from_a_folder_without_or_with_a_damaged_tokenizer(tmp_path):
-    with pytest.raises(
-        UserError, match=r"tokenizer\.model' does not exist; expected a SentencePiece"
-    ):
+def test_loading_a_missing_or_corrupt_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match="tokenizer.model"):
         Tokenizer.load(tmp_path)
     for damaged in (b"", b"no model", train().source.model[:500]):
         (tmp_path / "tokenizer.model").write_bytes(damaged)
@@ -222,9 +223,7 @@ def test_an_existing_model_is_used(tmp_path):
         "target_model": str(tmp_path / "tokenizer.target.model"),
     }
     assert Tokenizer.train([], TokenizerConfig(joint=False, **files)).fingerprint == two.fingerprint
-    with pytest.raises(UserError, match=r"tokenizer\.model = '.*absent' does not exist"):
-        Tokenizer.train(PAIRS, TokenizerConfig(model="absent"))
-    with pytest.raises(UserError, match=r"tokenizer\.target_model = '.*absent' does not exist"):
+    with pytest.raises(FileNotFoundError, match="absent"):
         Tokenizer.train(PAIRS, TokenizerConfig(joint=False, **files | {"target_model": "absent"}))
 
 
@@ -234,37 +233,33 @@ def test_an_existing_model_is_used(tmp_path):
         (
             True,
             {"model": "a", "target_model": "b"},
-            "is 'b'; expected '' unless tokenizer.joint is False",
+            "is 'b'; expected a file if tokenizer.model is set and",
         ),
-        (False, {"model": "a"}, "is ''; expected both tokenizer.model and tokenizer.target_model"),
-        (
-            False,
-            {"target_model": "b"},
-            "is 'b'; expected both tokenizer.model and tokenizer.target_model",
-        ),
+        (False, {"model": "a"}, "is ''; expected a file if tokenizer.model is set"),
+        (False, {"target_model": "b"}, "is 'b'; .* tokenizer.joint is False, otherwise ''"),
     ],
 )
-def test_models_are_given_for_both_sides_or_neither(joint, files, expected):
+def test_models_for_one_side_only(joint, files, expected):
     with pytest.raises(UserError, match=f"tokenizer.target_model {expected}"):
         TokenizerConfig(joint=joint, **files)
 
 
 def test_a_model_with_other_special_ids(tmp_path):
-    """As SentencePiece has them by default: without PAD, and UNK first."""
+    """SentencePiece's defaults have no PAD, and UNK comes first."""
     file = tmp_path / "other.model"
     train = sentencepiece.SentencePieceTrainer.train
     with file.open("wb") as writer:
         train(sentence_iterator=iter(SOURCES), model_writer=writer, vocab_size=60, minloglevel=2)
     with pytest.raises(
         UserError,
-        match=r"tokenizer.model = '.*other.model' has the ids \(-1, 1, 2, 0\) for PAD, .* expected "
+        match=r"'.*other.model' has the ids \(-1, 1, 2, 0\) for PAD, .* expected "
         r"0 to 3. Train it with spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3",
     ):
         Tokenizer.train([], TokenizerConfig(model=str(file)))
 
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
-def test_user_defined_symbols_are_never_cut(algorithm, joint):
+def test_user_defined_symbols_are_never_split(algorithm, joint):
     symbols = ("<2de>", "<2de-formal>", "<BT>")
     tokenizer = train(algorithm, joint, vocab_size=64, user_defined_symbols=symbols)
     lines = ["<2de> one hundred", "<2de-formal> <BT> six", "one<BT>two", "seven"]
@@ -297,52 +292,14 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
 
 
 @pytest.mark.parametrize("symbols", [("",), ("a b",), ("<a>", "<a>"), ("<a>", "</s>")])
-def test_wrong_user_defined_symbols(symbols):
+def test_invalid_user_defined_symbols(symbols):
     with pytest.raises(
         UserError, match="user_defined_symbols is .* expected distinct words without whitespace"
     ):
         TokenizerConfig(user_defined_symbols=symbols)
 
 
-@pytest.mark.parametrize(("algorithm", "joint"), KINDS)
-def test_a_vocabulary_grows_by_symbols(algorithm, joint):
-    """At its end: old text is cut as before, new symbols are whole, and those that are there are
-    not put in again.
-    """
-    old = train(algorithm, joint, user_defined_symbols=("<2de>",))
-    new = old.with_symbols(("<2fr>", "<2de>", "<BT>"))
-    assert (new.source.vocab_size, new.target.vocab_size) == (
-        old.source.vocab_size + 2,
-        old.target.vocab_size + 2,
-    )
-    assert new.source.encode(SOURCES) == old.source.encode(SOURCES) and new.target.encode(
-        TARGETS
-    ) == old.target.encode(TARGETS)
-    [tagged], [plain] = (
-        new.source.encode(["<2fr> <BT> one hundred"]),
-        old.source.encode(["one hundred"]),
-    )
-    assert [id_ for id_ in tagged if id_ >= old.source.vocab_size] == [
-        old.source.vocab_size,
-        old.source.vocab_size + 1,
-    ]
-    assert tagged[-len(plain) :] == plain
-    assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
-    with pytest.raises(
-        UserError,
-        match=r"which is already a regular or special token .*; choose another name",
-    ):
-        old.with_symbols(old.source.tokens([9]))
-    with pytest.raises(
-        UserError, match=r"which is already a regular or special token in the vocabulary"
-    ):
-        old.with_symbols(old.source.tokens([EOS_ID]))
-
-
-def test_an_imported_vocabulary_grows_by_symbols(tmp_path):
-    """Tags of both kinds stand before each part of a long line; a tag that is there already is left
-    as it is.
-    """
+def test_an_imported_vocabulary(tmp_path):
     plain = train()
     pieces = [*plain.source.tokens(range(plain.source.vocab_size)), ">>deu<<"]
     models = [plain.source.model] * 2
@@ -352,24 +309,9 @@ def test_an_imported_vocabulary_grows_by_symbols(tmp_path):
     for sampling in (0.0, 0.1):
         assert len(pieces) in with_sign.source.encode(["one Ω two"], sampling=sampling)[0]
         assert with_sign.source.split_tag(">>fra<< one") == ([UNK_ID], " one")
-    grown = imported.with_symbols(("<2fr>", ">>deu<<"))
-    deu, fr = len(pieces) - 1, len(pieces)
-    assert grown.source.vocab_size == len(pieces) + 1
-    assert (
-        grown.source.encode(["one hundred"])
-        == imported.source.encode(["one hundred"])
-        == plain.source.encode(["one hundred"])
-    )
-    for line, tags in (
-        (">>deu<< one", [deu]),
-        ("<2fr> one", [fr]),
-        (">>deu<< <2fr> one", [deu, fr]),
-    ):
-        tag, rest = grown.source.split_tag(line)
-        assert [id_ for id_ in tag if id_ >= deu] == tags and rest.strip() == "one"
-        assert [id_ for id_ in grown.source.encode([line])[0] if id_ >= deu] == tags
-    grown.save(tmp_path)
-    for same in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(grown))):
-        assert same.vocabulary == grown.vocabulary and same.fingerprint == grown.fingerprint
+        assert with_sign.source.split_tag(">>deu<< one") == ([len(pieces) - 1], " one")
+    imported.save(tmp_path)
+    for same in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(imported))):
+        assert same.vocabulary == imported.vocabulary and same.fingerprint == imported.fingerprint
     train().save(tmp_path)
     assert not Tokenizer.load(tmp_path).vocabulary

@@ -1,4 +1,4 @@
-"""train.py: help, invalid flags, invalid input, exit status."""
+"""train.py: help, invalid flags and input, exit status."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def test_help_lists_every_section(help_on: Callable[[], str]) -> None:
     assert named | {"workdir", "config", "distributed"} <= flags_in_help(output)
 
 
-def test_help_has_the_width_of_the_terminal(
+def test_help_fits_the_terminal(
     help_on: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for width in (80, 120):
@@ -70,8 +70,8 @@ TRAIN = "--data.train.source long --data.train.target long"
 NUMBERS = "--data.train.kind numbers --data.train.limit 100 --tokenizer.vocab-size 150"
 TOO_LARGE = "99999999999999999999"
 
-# Flags of train.py beside --workdir, and a part of the message, as a regular expression.
-NAMED_AT_ONCE = [
+# Flags of train.py besides --workdir, and a regular expression for the message.
+ERRORS_AT_ONCE = [
     ("", "No training data is given; set data.train.source"),
     ("--config none.py", "Config file 'none.py' does not exist"),
     ("--model.num-layrs 2", "--model.num-layers"),
@@ -80,7 +80,7 @@ NAMED_AT_ONCE = [
         (f"{flag} {TOO_LARGE}", rf"is {TOO_LARGE}; expected a positive number below 2\^31")
         for flag in ("--training.steps", "--data.train.limit", "--num-processes")
     ),
-    ("--data.train.source a --data.train.target b", "File 'a' does not exist"),
+    ("--data.train.source a --data.train.target b", "'a' is not a file"),
     (f"{NUMBERS} --workdir /dev/null/w", "'/dev/null/w'"),
     (
         f"{NUMBERS} --mesh.fsdp 64",
@@ -91,7 +91,7 @@ NAMED_AT_ONCE = [
     (f"{TRAIN} --training.bleu-language german", "bleu_language is 'german'; expected .* de, "),
     (
         f"{NUMBERS} --data.dev.source none.en --data.dev.target none.de",
-        "File 'none.en' does not exist",
+        "'none.en' is not a file",
     ),
     (
         f"{TRAIN} --data.dev.source short --data.dev.target long",
@@ -103,18 +103,18 @@ NAMED_AT_ONCE = [
         "different numbers of lines .2 and 1",
     ),
 ]
-NAMED_BEFORE_TRAINING = [
+ERRORS_BEFORE_TRAINING = [
     (f"{NUMBERS} --batch.tokens 10", "batch.tokens is 10; expected at least [0-9]+, to fit batch"),
     (f"{NUMBERS} --decoding.suppress no-such-token", "decoding.suppress contains 'no-such-token'"),
     (
         f"{NUMBERS} --training.start-from nowhere",
-        "training.start_from is '.*nowhere': .* is not a folder; expected a work directory",
+        "nowhere' is not a folder; expected a work directory",
     ),
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), NAMED_AT_ONCE + NAMED_BEFORE_TRAINING)
-def test_wrong_input_is_one_line_and_status_2(
+@pytest.mark.parametrize(("flags", "message"), ERRORS_AT_ONCE + ERRORS_BEFORE_TRAINING)
+def test_invalid_input_gives_one_line_and_status_2(
     main: Callable[[list[str]], int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -125,13 +125,13 @@ def test_wrong_input_is_one_line_and_status_2(
     for name, text in {"short": "1\n", "long": "1\n2\n", "empty": ""}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    at_once = (flags, message) in NAMED_AT_ONCE
+    at_once = (flags, message) in ERRORS_AT_ONCE
     try:
         status = main(["--workdir", "run", *flags.split()])
         errors = capsys.readouterr().err
         first_or_last = errors.splitlines()[0 if at_once else -1]
         assert first_or_last.startswith("error: ") and "Traceback" not in errors
-    except SystemExit as end:  # the parser of flags found it, and draws a box
+    except SystemExit as end:  # the flag parser's error, in a box
         status, errors = int(end.code or 0), capsys.readouterr().err.replace("│", " ")
     assert status == 2 and re.search(message, " ".join(errors.split()))
     if at_once:
@@ -140,9 +140,7 @@ def test_wrong_input_is_one_line_and_status_2(
 
 
 @pytest.mark.parametrize("program", ["train.py", "decode.py"])
-def test_a_device_that_is_not_there_is_named_with_what_to_install(
-    program: str, tmp_path: Path
-) -> None:
+def test_a_missing_device_is_an_error_that_names_its_package(program: str, tmp_path: Path) -> None:
     flags = {"train.py": ["--config", "configs/demo.py", "--workdir", str(tmp_path / "run")]}
     (tmp_path / "config.json").write_text(to_json(Config()))
     done = subprocess.run(
@@ -154,11 +152,11 @@ def test_a_device_that_is_not_there_is_named_with_what_to_install(
         env=os.environ | {"JAX_PLATFORMS": "tpu"},
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    for part in ("JAX_PLATFORMS is 'tpu'", "Installed plugins:", "pip install 'jax[tpu]'"):
+    for part in ("JAX_PLATFORMS is 'tpu'", "pip install 'jax[cuda13]' or 'jax[tpu]'"):
         assert part in done.stderr
 
 
-def test_nobody_reading_the_help_is_no_error() -> None:
+def test_a_closed_pipe_during_help_is_not_an_error() -> None:
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "--help"],
         stdout=subprocess.PIPE,
@@ -172,7 +170,7 @@ def test_nobody_reading_the_help_is_no_error() -> None:
     process.wait()
 
 
-def test_recipes_differ_where_their_names_say() -> None:
+def test_sizes_and_languages_of_recipes() -> None:
     base, big = (
         load_config_file(ROOT / "configs" / f"wmt14_{size}.py") for size in ("base", "big")
     )

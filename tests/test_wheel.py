@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel alone, made of the source archive as `python -m build` does it."""
+    """A folder with the installed wheel, built from the source archive by `python -m build`."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in ("transformer_jax", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    # the environment has what building needs: nothing is downloaded
+    # the environment has the build requirements, so nothing is downloaded
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"], folder)
     [wheel] = (folder / "dist").glob("*.whl")
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", "there"]
@@ -39,7 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], folder: Path, *, status: int = 0, **environment: str) -> str:
-    """The output of a program run in ``folder``, which must end with this status."""
+    """The output of a program run in ``folder``, which must exit with this status."""
     result = subprocess.run(
         command,
         cwd=folder,
@@ -52,7 +52,7 @@ def run(command: list[str], folder: Path, *, status: int = 0, **environment: str
     return result.stdout
 
 
-def test_every_file_and_recipe_is_installed(installed: Path) -> None:
+def test_the_wheel_has_every_file_and_recipe(installed: Path) -> None:
     package = ROOT / "transformer_jax"
     recipes = {path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.py")}
     assert sources(installed / "transformer_jax") == sources(package) | recipes
@@ -69,15 +69,11 @@ def test_programs_run_without_the_clone(installed: Path, tmp_path: Path) -> None
         return run(command, tmp_path, status=status, PYTHONPATH=str(installed))
 
     assert "--input" in program("transformer-decode", "--help")
-    text = program("transformer-train", "--config", "multi30k_cpu", "--help", "tokenizer")
-    assert "(default: 8000)" in text  # of the recipe, which reads another one
-    text = program("transformer-train", "--config", "table3:C-N2", "--help", "model")
-    assert "(default: 2)" in text
+    flags = ["--config", "table3:C-N2,multi30k_cpu", "--help", "tokenizer"]
+    text = program("transformer-train", *flags)
+    assert "(default: 8000)" in text  # from a recipe that reads two others
     text = program("transformer-train", "--config", "multi30k", "--workdir", "w", status=2)
-    assert "data.root = 'data/multi30k'" in text  # the text, which is not there: all else is
-
-
-def test_the_package_is_imported_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    assert "data.root = 'data/multi30k'" in text  # missing; everything else exists
     code = "import transformer_jax; print(transformer_jax.Config, transformer_jax.__file__)"
     text = run([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(installed))
     assert text.split()[1:] == [
@@ -88,20 +84,18 @@ def test_the_package_is_imported_from_the_wheel(installed: Path, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a small random model."""
+    """A work directory with a small random model."""
     folder = tmp_path_factory.mktemp("run")
     tokenizer = train_tokenizer(LINES)
     write_served_run(folder, Translator(make_model(tokenizer), tokenizer, CONFIG))
     return folder
 
 
-def test_the_service_says_which_packages_it_needs(
-    installed: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_the_service_names_its_extra(installed: Path, trained: Path, tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split("[>=]", each)[0] for each in project["optional-dependencies"]["serve"]]
     modules = {name.replace("-", "_") for name in names}
-    # As Python sees packages that are not installed.
+    # not installed, as far as Python knows
     blocked = f"import sys; sys.modules.update(dict.fromkeys({modules}))"
     (tmp_path / "sitecustomize.py").write_text(blocked)
     command = [sys.executable, str(installed / "bin" / "transformer-serve")]
@@ -114,6 +108,7 @@ def test_the_service_says_which_packages_it_needs(
 
 def test_the_service_runs_without_the_clone(installed: Path, trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, installed / "bin" / "transformer-serve", "--workdir", trained]
+    command += ["--batch-size", "1", "--beam-size", "1", "--max-source-length", "16"]
     with running(command, tmp_path, PYTHONPATH=str(installed)) as (process, port):
         url = f"http://127.0.0.1:{port}"
         page = ROOT / "transformer_jax" / "serving" / "page"

@@ -18,7 +18,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
     ["check-jsonschema --builtin-schema vendor.github-workflows", "zizmor --offline --pedantic"],
     ids=lambda tool: tool.split()[0],
 )
-def test_linters_have_nothing_to_say(tool: str) -> None:
+def test_linters_pass(tool: str) -> None:
     assert [path.name for path in WORKFLOWS] == ["pages.yml", "release.yml", "test.yml"]
     name, *flags = tool.split()
     program = Path(sysconfig.get_path("scripts"), name)
@@ -27,20 +27,16 @@ def test_linters_have_nothing_to_say(tool: str) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_jobs_wait_for_jobs_that_exist_and_make_what_exists(path: Path) -> None:
+def test_jobs_depend_on_existing_jobs_and_targets(path: Path) -> None:
     jobs = yaml.safe_load(path.read_text())["jobs"]
     assert {job["needs"] for job in jobs.values() if "needs" in job} <= set(jobs)
-    targets = re.findall(r"run: make ([\w ]+)", path.read_text())
-    targets = [target for each in targets for target in each.split()]
-    targets += [
-        each
-        for job in jobs.values()
-        for each in job.get("strategy", {}).get("matrix", {}).get("tests", [])
-    ]
+    targets = " ".join(re.findall(r"run: make ([\w ]+)", path.read_text())).split()
+    for job in jobs.values():
+        targets += job.get("strategy", {}).get("matrix", {}).get("tests", [])
     assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
 
 
-def test_a_release_has_one_version() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == project["version"]
     assert f"] {project['version']}" in (ROOT / "CHANGELOG.md").read_text()

@@ -32,6 +32,7 @@ from transformer_jax.config_io import from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.storage import (
+    MANIFEST,
     AnyPath,
     files_in,
     local_path,
@@ -44,25 +45,15 @@ log = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=AnyPath)
 
-MANIFEST = "manifest.json"
 
-
-def load_model(
-    path: str | Path, *, average: int | None = None
-) -> tuple[Config, Transformer, Tokenizer]:
+def load_model(path: str | Path) -> tuple[Config, Transformer, Tokenizer]:
     """Load the trained model from a work directory or one of its checkpoints.
 
-    Args:
-      path: a work directory or a checkpoint folder. For a work directory, loads the checkpoints
-        chosen at the end of training (``averaged_steps`` in summary.json) or, before that, the last
-        checkpoint.
-      average: number of checkpoints to average (section 6.1): the newest one selected by ``path``
-        and the scheduled checkpoints before it.
-
-    Raises:
-      UserError: a checkpoint is missing or corrupt, or fewer than ``average`` checkpoints exist.
+    For a work directory, averages the checkpoints chosen at the end of training (``averaged_steps``
+    in summary.json) or, before that, loads the last checkpoint. Raises ``UserError`` if a
+    checkpoint is missing or corrupt.
     """
-    chosen = choose_checkpoints(local_path(path), average=average)
+    chosen = choose_checkpoints(local_path(path))
     workdir = chosen[0].parents[1]
     decoding = load_config_file(workdir / "config.json").decoding
     config = dataclasses.replace(config_of(chosen[0]), decoding=decoding)
@@ -98,14 +89,11 @@ def save_model(
     (workdir / "config.json").write_text(to_json(config))
 
 
-def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
+def choose_checkpoints(path: Path) -> list[Path]:
     """Return the folders of the checkpoints that ``load_model`` averages, newest first.
 
-    Takes the same arguments as ``load_model`` and raises the same errors. All returned checkpoints
-    are intact.
+    Raises the same errors as ``load_model``. All returned checkpoints are intact.
     """
-    if average is not None and average < 1:
-        raise UserError(f"average is {average}; expected at least 1.")
     is_checkpoint = path.parent.name == "checkpoints" and path.name.isdigit()
     workdir = path.parents[1] if is_checkpoint else path
     steps = complete_steps(workdir / "checkpoints")
@@ -116,14 +104,6 @@ def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
             "--workdir, or one of the folders in its checkpoints/."
         )
     chosen = [path] if is_checkpoint else _chosen_at_the_end(workdir, folders)
-    if average is not None:
-        training = load_config_file(workdir / "config.json").training
-        chosen = up_to(chosen[0], folders, average, training.checkpoint_every)
-        if len(chosen) < average:
-            raise UserError(
-                f"average is {average}; expected at most {len(chosen)}, the number of checkpoints "
-                "up to the selected one."
-            )
     for checkpoint in chosen:
         if reason := corruption(checkpoint):
             raise UserError(
@@ -181,11 +161,6 @@ def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
     for count, folder in enumerate(checkpoints, start=1):
         which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
         loaded = ocp.load_checkpointables(str(folder / "state"), {which: wanted})[which]
-        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loaded)):
-            raise UserError(
-                f"The parameters in {folder} are not all finite numbers: training diverged, or "
-                "another program saved them. Choose an earlier checkpoint."
-            )
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
         yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
 

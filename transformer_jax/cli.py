@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import sys
@@ -84,21 +83,16 @@ def parse_flags(
       arguments: a dataclass, possibly nested. Field docstrings become the help text. A union of
         dataclasses defines one subcommand for each dataclass.
       argv: the flags; None: ``sys.argv[1:]``.
-      defaults: field values that override the defaults declared in ``arguments``.
+      defaults: field values that override the defaults declared in ``arguments``. Required fields
+        then need the default ``tyro.MISSING``.
     """
     import tyro  # imported here because library code also imports this module
 
     spec = sys.modules["__main__"].__spec__
     prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    if not dataclasses.is_dataclass(arguments):
+    if not defaults:
         return tyro.cli(arguments, prog=prog, args=argv)
-    values = {
-        field.name: tyro.MISSING
-        for field in dataclasses.fields(arguments)  # type: ignore[arg-type]
-        if field.default is field.default_factory is dataclasses.MISSING
-    }
-    default = arguments(**values | dict(defaults or {}))
-    return tyro.cli(arguments, prog=prog, args=argv, default=default)
+    return tyro.cli(arguments, prog=prog, args=argv, default=arguments(**defaults))
 
 
 def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:

@@ -13,20 +13,15 @@ from typing import Literal
 
 from transformer_jax.config_checks import (
     Count,
-    Coverage,
     ExtraLength,
     Fraction,
     LineLength,
     NonNegative,
-    PairLength,
     Positive,
     PositiveFloat,
-    Probability,
+    PositiveFraction,
     Rule,
     Section,
-    Seed,
-    TopP,
-    VocabSize,
 )
 
 
@@ -54,11 +49,11 @@ class ModelConfig(Section, prefix="model."):
     """Number of layers N in the encoder and in the decoder."""
     num_decoder_layers: Positive | None = None
     """Number of decoder layers if different from the encoder; None: num_layers."""
-    dropout: Probability = 0.1
+    dropout: Fraction = 0.1
     """Dropout on embeddings and sub-layer outputs (section 5.4)."""
-    attention_dropout: Probability = 0.0
+    attention_dropout: Fraction = 0.0
     """Dropout on attention weights (not in the paper, but in tensor2tensor and fairseq)."""
-    feed_forward_dropout: Probability = 0.0
+    feed_forward_dropout: Fraction = 0.0
     """Dropout after the activation of the feed-forward layer (not in the paper)."""
     norm: Literal["post", "pre"] = "post"
     """Layer norm after each residual connection (post, as in the paper) or before each sub-layer
@@ -92,16 +87,10 @@ class ModelConfig(Section, prefix="model."):
     """Add a bias to the logits (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matmuls and of activations between layers; auto: float32 on CPU, bfloat16 on GPU and
-    TPU (mixed precision). Parameters, softmax, norm statistics and the loss are always float32. In
-    Python, jnp.float32 and jnp.bfloat16 also work."""
+    TPU (mixed precision). Parameters, softmax, norm statistics and the loss are always float32."""
     remat: bool = False
     """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
     memory at the cost of about a third more computation."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dtype, str):  # a dtype of JAX or NumPy
-            object.__setattr__(self, "dtype", getattr(self.dtype, "__name__", str(self.dtype)))
-        super().__post_init__()
 
     def rules(self) -> Iterator[Rule]:
         yield (
@@ -161,13 +150,13 @@ class ModelConfig(Section, prefix="model."):
 class TokenizerConfig(Section, prefix="tokenizer."):
     """SentencePiece tokenizer and its training."""
 
-    vocab_size: VocabSize = 37_000
+    vocab_size: Positive = 37_000
     """Number of tokens per vocabulary, including the four special tokens."""
     algorithm: Literal["bpe", "unigram"] = "bpe"
     """Byte-pair encoding (the paper) or a unigram language model."""
     joint: bool = True
     """Share one vocabulary between both languages (the paper) instead of learning one for each."""
-    character_coverage: Coverage = 1.0
+    character_coverage: PositiveFraction = 1.0
     """Fraction of the characters in the text that the vocabulary covers. The rarest characters
     become unknown tokens (or bytes)."""
     byte_fallback: bool = False
@@ -178,8 +167,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     user_defined_symbols: tuple[str, ...] = ()
     """Tokens that are never split, such as tags (<2de>) or placeholders. They do not have to occur
     in the training text. If a long line is translated in segments, each segment repeats the symbols
-    at the start of the line. Symbols missing from an existing vocabulary (tokenizer.model,
-    training.start_from) are added to it."""
+    at the start of the line. An existing vocabulary (tokenizer.model, training.start_from) must
+    contain them."""
     max_training_sentences: Positive = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     sampling: Fraction = 0.0
@@ -191,8 +180,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     model: str = ""
     """Existing SentencePiece model to use instead of training one (if not joint: the source model).
     Its tokens 0 to 3 must be PAD, BOS, EOS and UNK. Its size, algorithm and normalization are
-    fixed; of the other tokenizer settings, only user_defined_symbols, sampling and sampled_epochs
-    apply."""
+    fixed; of the other tokenizer settings, only sampling and sampled_epochs apply."""
     target_model: str = ""
     """If not joint: existing SentencePiece model for the target language; requires tokenizer.model
     for the source language."""
@@ -207,13 +195,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
         )
         yield (
             "target_model",
-            not (self.joint and self.target_model),
-            "'' unless tokenizer.joint is False",
-        )
-        yield (
-            "target_model",
-            self.joint or bool(self.target_model) == bool(self.model),
-            "both tokenizer.model and tokenizer.target_model, or neither",
+            bool(self.target_model) == (bool(self.model) and not self.joint),
+            "a file if tokenizer.model is set and tokenizer.joint is False, otherwise ''",
         )
 
 
@@ -273,20 +256,14 @@ class DataConfig(Section, prefix="data."):
     """Dev set, for loss and BLEU during training and for selecting the best checkpoint."""
     test: PairsConfig = field(default_factory=PairsConfig)
     """Test set, scored once at the end of training."""
-    max_source_length: PairLength = 256
+    max_source_length: Positive = 256
     """Maximum source length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    max_target_length: PairLength = 256
+    max_target_length: Positive = 256
     """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    cache: str = ""
-    """Folder for tokenized corpora; '': `corpus` in the work directory. Several runs can share a
-    folder."""
     workers: Count = 0
     """Number of processes for tokenization; 0: one per CPU core."""
-
-    def rules(self) -> Iterator[Rule]:
-        yield "cache", "://" not in self.cache, "a local folder, because corpora are memory-mapped"
 
 
 @dataclass(frozen=True)
@@ -427,10 +404,10 @@ class DecodingConfig(Section, prefix="decoding."):
     """sample: divide logits by this value. Values below 1 make likely tokens more likely."""
     top_k: Count = 0
     """sample: draw only from the k most likely tokens; 0: from all tokens."""
-    top_p: TopP = 1.0
+    top_p: PositiveFraction = 1.0
     """sample: draw only from the smallest set of most likely tokens whose total probability is at
     least p; 1: from all tokens."""
-    seed: Seed = 0
+    seed: Count = 0
     """sample: random seed. The samples of a line do not depend on its batch."""
     max_source_length: LineLength = 256
     """Maximum source length in tokens, including EOS. Longer lines are translated in segments, with
@@ -493,21 +470,14 @@ class Config(Section):
     training: TrainingConfig = field(default_factory=TrainingConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    seed: Seed = 0
+    seed: Count = 0
     """Random seed for parameter initialization, data order, and dropout."""
 
     def rules(self) -> Iterator[Rule]:
-        model, decay = self.model, self.optimizer.decay
+        model = self.model
         longest = max(self.data.max_source_length, self.data.max_target_length)
         yield (
             "model.max_positions",
             model.positions != "learned" or model.max_positions >= longest,
             f"at least {longest}, the larger of data.max_source_length and data.max_target_length",
-        )
-        yield (
-            "training.steps",
-            decay in ("inverse_sqrt", "constant")
-            or self.training.steps > self.optimizer.warmup_steps,
-            f"more than optimizer.warmup_steps = {self.optimizer.warmup_steps}, because "
-            f"optimizer.decay is {decay!r}",
         )

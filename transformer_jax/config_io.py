@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import re
 import traceback
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.config import Config
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError
 
 _PACKAGE = Path(__file__).parent
 _RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")
@@ -80,16 +79,7 @@ def _run(path: Path, argument: str | None) -> Config:
     exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), names)
     if "get_config" not in names:
         raise UserError("It does not define get_config(); expected `def get_config() -> Config`.")
-    get_config = names["get_config"]
-    parameters = inspect.signature(get_config).parameters.values()
-    if argument is not None and not parameters:
-        raise UserError(
-            f"get_config() takes no argument, but got {shown(argument)} after the colon."
-        )
-    if argument is None and any(each.default is each.empty for each in parameters):
-        summary = (inspect.getdoc(get_config) or "").partition("\n")[0]
-        raise UserError(f"get_config() needs an argument: {path.stem}:ARGUMENT. {summary}".rstrip())
-    config = get_config() if argument is None else get_config(argument)
+    config = names["get_config"](*[] if argument is None else [argument])
     if not isinstance(config, Config):
         kind = type(config).__name__
         raise UserError(f"get_config() returned {kind}; expected a transformer_jax Config.")
@@ -111,10 +101,9 @@ def from_json(text: str | bytes) -> Config:
     Raises ``UserError`` on unknown fields or invalid values.
     """
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"The config is not valid JSON: {error}.") from None
-    return _build(Config, values, "")
+        return _build(Config, json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"The config is not valid: {error}") from None
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -126,22 +115,11 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _build(section: Any, values: Any, prefix: str) -> Any:
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{prefix.rstrip('.') or 'config'} is {shown(values)}; expected an object with the "
-            f"fields of {section.__name__}."
-        )
-    fields = {field.name: field.default_factory for field in dataclasses.fields(section)}
+def _build(section: Any, values: dict[str, Any]) -> Any:
+    sections = {field.name: field.default_factory for field in dataclasses.fields(section)}
     arguments = {}
     for name, value in values.items():
-        if name not in fields:
-            raise UserError(
-                f"Unknown config field {prefix}{name}; expected one of {', '.join(fields)}. If an "
-                "earlier version of transformer_jax wrote the file, rename or remove the field."
-            )
-        if dataclasses.is_dataclass(fields[name]):
-            arguments[name] = _build(fields[name], value, f"{prefix}{name}.")
-        else:
-            arguments[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, dict):
+            value = _build(sections[name], value)
+        arguments[name] = tuple(value) if isinstance(value, list) else value
     return section(**arguments)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from typing import TYPE_CHECKING
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import jax
@@ -30,13 +29,9 @@ def find_devices() -> list[jax.Device]:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError if no plugin is installed
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
-        plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
-        extra = "tpu" if asked == "tpu" else "cuda13"
-        reason = " ".join(str(error).split()) or "no plugin supports it"
         raise UserError(
-            f"JAX_PLATFORMS is {asked!r}, but JAX cannot find such a device: {reason}. Installed "
-            f"plugins: {', '.join(plugins) or 'none, so JAX can only use the CPU'}. Install the "
-            f"device's driver (nvidia-smi lists NVIDIA GPUs) and JAX's plugin: pip install "
-            f"'jax[{extra}]'. Start at most one process for each device. To run on the CPU, set "
-            "JAX_PLATFORMS=cpu or unset it."
+            f"JAX_PLATFORMS is {asked!r}, but JAX cannot find such a device: {one_line(error)}. "
+            "Install the device's driver (nvidia-smi lists NVIDIA GPUs) and JAX's plugin (pip "
+            "install 'jax[cuda13]' or 'jax[tpu]'). Start at most one process for each device. To "
+            "run on the CPU, set JAX_PLATFORMS=cpu or unset it."
         ) from None

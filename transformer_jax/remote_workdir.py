@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from transformer_jax.checkpoint import (
-    MANIFEST,
     checkpoint_name,
     complete_steps,
     corruption,
@@ -20,6 +19,7 @@ from transformer_jax.checkpoint import (
 )
 from transformer_jax.errors import UserError
 from transformer_jax.storage import (
+    MANIFEST,
     AnyPath,
     cache_folder,
     copy_file,
@@ -58,11 +58,6 @@ def cached_folder(url: str, purpose: str) -> Path:
 
     Training and programs that read its results use separate folders.
     """
-    if url.startswith(("file:", "local:")):
-        raise UserError(
-            f"workdir is {url!r}, which is on this machine; use its path instead: "
-            f"{remote_path(url).path!r}."
-        )
     name = f"{purpose}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
     folder = cache_folder() / "workdirs" / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +86,7 @@ def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) ->
             continue
         delete_checkpoint(target / name)
         try:
-            copy_folder(source / name, target / name, last=MANIFEST)
+            copy_folder(source / name, target / name)
         except FileNotFoundError:  # the run has deleted it in the meantime
             delete_checkpoint(target / name)
     for name in map(checkpoint_name, set(here).difference(there)):

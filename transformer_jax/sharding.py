@@ -75,22 +75,19 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def _slices(devices: Sequence[jax.Device], count: int | None) -> list[list[jax.Device]]:
-    """Group devices by the slices that TPUs report, or into ``count`` consecutive groups."""
-    found: dict[int, list[jax.Device]] = {}
-    for device in devices:  # GPUs report each machine as a slice
-        index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
-        found.setdefault(index, []).append(device)
-    if count in (None, len(found)):
-        return [found[index] for index in sorted(found)]
-    if len(found) > 1 or len(devices) % count:
-        expected = (
-            f"{len(found)}, the number of slices that the devices report"
-            if len(found) > 1
-            else f"a divisor of {len(devices)}, the number of devices"
+    """Split devices into ``count`` equal groups, ordered by the slices that TPUs report."""
+
+    def index(device: jax.Device) -> int:  # GPUs report each machine as a slice
+        return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+
+    devices = sorted(devices, key=index)
+    count = count or len(set(map(index, devices)))
+    if len(devices) % count:
+        raise UserError(
+            f"mesh.slices is {count}; expected a divisor of {len(devices)}, the number of devices."
         )
-        raise UserError(f"mesh.slices is {count}; expected {expected}.")
     size = len(devices) // count
-    return [list(devices[i : i + size]) for i in range(0, len(devices), size)]
+    return [devices[i : i + size] for i in range(0, len(devices), size)]
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -105,15 +102,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None:
     """Raise ``UserError`` unless the rows of each microbatch divide evenly over the devices."""
-    product, names = mesh.shape["data"] * mesh.shape["fsdp"], "mesh.data x mesh.fsdp"
-    value = str(product)
-    if accumulate_steps > 1:
-        names += " x optimizer.accumulate_steps"
-        value += f" x {accumulate_steps}"
-    if row_multiple % (product * accumulate_steps):
+    product = mesh.shape["data"] * mesh.shape["fsdp"] * accumulate_steps
+    if row_multiple % product:
         raise UserError(
-            f"batch.row_multiple is {row_multiple}; expected a multiple of {names} = {value}, so "
-            "that rows divide evenly over the devices."
+            f"batch.row_multiple is {row_multiple}; expected a multiple of mesh.data x mesh.fsdp x "
+            f"optimizer.accumulate_steps = {product}, so that rows divide evenly over the devices."
         )
 
 

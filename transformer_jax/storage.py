@@ -25,6 +25,9 @@ T = TypeVar("T")
 AnyPath: TypeAlias = "Path | UPath"
 """A local path or the path of a URL, as returned by ``to_path``."""
 
+MANIFEST = "manifest.json"
+"""Name of the last file to be written to a checkpoint or a corpus."""
+
 _PATIENCE_SECONDS = 600.0  # an object store can be down for minutes
 _PAUSE_SECONDS = 5.0
 
@@ -89,17 +92,13 @@ def remote_path(url: str) -> UPath:
 
 
 def kind_of(path: AnyPath) -> str:
-    """Return "file", "directory", "other" (a device or pipe), or "" if the path does not exist.
+    """Return "file", "directory", or "" if the path is neither.
 
     Raises ``UserError`` if an object store reports an error, for example if credentials are
     missing.
     """
     if isinstance(path, Path):
-        if path.is_file():
-            return "file"
-        if path.is_dir():
-            return "directory"
-        return "other" if path.exists() else ""
+        return "file" if path.is_file() else "directory" if path.is_dir() else ""
     try:  # in some stores, isfile() and exists() return False on any error
         return str(path.fs.info(path.path)["type"])
     except FileNotFoundError:
@@ -130,12 +129,8 @@ def patiently(path: AnyPath, access: Callable[[], T]) -> T:
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Replace a file's content. Even after a crash, readers see either the old or the new one."""
-    content = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # a device or named pipe cannot be replaced
-        path.write_bytes(content)
-        return
     with _replacing(path) as file:
-        file.write(content)
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
@@ -161,9 +156,9 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
         shutil.copyfileobj(file, copy, 1 << 22)
 
 
-def copy_folder(source: AnyPath, target: AnyPath, *, last: str) -> None:
-    """Copy all files in a folder. ``last``, which marks the folder as complete, is copied last."""
-    for name in sorted(files_in(source), key=lambda name: name == last):
+def copy_folder(source: AnyPath, target: AnyPath) -> None:
+    """Copy a folder. Its manifest, which marks it as complete, is copied last."""
+    for name in sorted(files_in(source), key=lambda name: name == MANIFEST):
         copy_file(source / name, target / name)
 
 
@@ -187,26 +182,20 @@ def remove_folder(folder: AnyPath) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool]:
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Lock the file ``path`` until the context exits or the process ends.
 
-    Raises ``BlockingIOError`` if another process holds the lock. With ``wait``, logs ``notice`` and
-    waits instead. If the file system does not support locks, logs a warning and yields False.
+    Raises ``BlockingIOError`` if another process holds the lock, or waits for it. If the file
+    system does not support locks, logs a warning.
     """
     with path.open("ab") as file:
-        held = True
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not wait:
-                raise
-            if notice:
-                log.info(notice)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            raise
         except OSError:
             log.warning(
                 "%s is on a file system that does not support locks; use it from one process only.",
                 path,
             )
-            held = False
-        yield held
+        yield

@@ -16,7 +16,7 @@ from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.storage import local_path, write_atomically
-from transformer_jax.subword_model import SubwordModel, with_symbols
+from transformer_jax.subword_model import SubwordModel
 
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
 _VOCABULARY = "tokenizer.vocab.json"
@@ -54,19 +54,14 @@ class Tokenizer:
         0 to 3 in an existing model.
         """
         if config.model:
-            given = {"tokenizer.model": config.model, "tokenizer.target_model": config.target_model}
-            files = [(local_path(file), field) for field, file in given.items() if file]
-            models = [_read_model(*file, special_ids=True) for file in files]
-            return cls(*models).with_symbols(config.user_defined_symbols)
+            files = [local_path(file) for file in (config.model, config.target_model) if file]
+            models = [_read_model(file, special_ids=True) for file in files]
+            return cls(*models)
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
-            return cls(_learn(chain.from_iterable(sample), config, "training text"))
-        source, target = (
-            _learn((pair[i] for pair in sample), config, f"{side} side of the training text")
-            for i, side in enumerate(("source", "target"))
-        )
-        return cls(source, target)
+            return cls(_learn(chain.from_iterable(sample), config))
+        return cls(*(_learn((pair[side] for pair in sample), config) for side in (0, 1)))
 
     @classmethod
     def from_spm(cls, source: Path, target: Path, vocabulary: Sequence[str]) -> Tokenizer:
@@ -81,22 +76,13 @@ class Tokenizer:
     def load(cls, directory: str | Path) -> Tokenizer:
         """Load a saved tokenizer.
 
-        Raises ``UserError`` if a file is missing or corrupt.
+        Raises ``UserError`` if a file is corrupt.
         """
         directory = Path(directory)
         names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
         vocabulary = directory / _VOCABULARY
         tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
         return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
-
-    def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
-        """Return a copy with missing ``symbols`` appended. Existing ids do not change.
-
-        As with ``TokenizerConfig.user_defined_symbols``, text is never split inside them.
-        """
-        models = [with_symbols(model, symbols) for model in self._models]
-        missing = [symbol for symbol in symbols if symbol not in self.vocabulary]
-        return Tokenizer(*models, vocabulary=self.vocabulary and (*self.vocabulary, *missing))
 
     @property
     def _models(self) -> list[bytes]:
@@ -137,14 +123,11 @@ class Tokenizer:
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> bytes:
+def _read_model(path: Path, *, special_ids: bool = False) -> bytes:
     """Read and validate a model file.
 
     ``special_ids`` requires PAD, BOS, EOS and UNK to have the ids 0 to 3.
     """
-    said = f"{field} = {str(path)!r}" if field else f"Tokenizer file {str(path)!r}"
-    if not path.is_file():
-        raise UserError(f"{said} does not exist; expected a SentencePiece model file.")
     model = path.read_bytes()
     try:
         if not model:
@@ -152,13 +135,14 @@ def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> by
         its = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise UserError(
-            f"{said} is not a SentencePiece model or is corrupt ({error}); restore or retrain it."
+            f"{str(path)!r} is not a SentencePiece model or is corrupt ({error}); restore or "
+            "retrain it."
         ) from None
     ids = its.pad_id(), its.bos_id(), its.eos_id(), its.unk_id()
     if special_ids and ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
         raise UserError(
-            f"{said} has the ids {ids} for PAD, BOS, EOS and UNK; expected 0 to 3. Train it with "
-            "spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
+            f"{str(path)!r} has the ids {ids} for PAD, BOS, EOS and UNK; expected 0 to 3. Train it "
+            "with spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
         )
     return model
 
@@ -168,28 +152,18 @@ def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[st
     kept: list[tuple[str, str]] = []
     stride = 1
     for index, pair in enumerate(pairs):
-        if index % stride:
-            continue
-        if len(kept) == most:
-            kept = kept[::2]
-            stride *= 2
-            if index % stride:
-                continue
-        kept.append(pair)
+        if index % stride == 0:
+            kept.append(pair)
+        if len(kept) > most:
+            kept, stride = kept[::2], 2 * stride
     return kept
 
 
-def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
-    given = (line for line in lines if line.strip())
-    first = next(given, None)
-    if first is None:
-        raise UserError(
-            f"The {what} is empty, so the tokenizer cannot be trained. Check data.train."
-        )
+def _learn(lines: Iterable[str], config: TokenizerConfig) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=chain([first], given),
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type=config.algorithm,
             vocab_size=config.vocab_size,
@@ -208,6 +182,7 @@ def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
     except RuntimeError as error:
         raise UserError(
             f"SentencePiece cannot learn {config.vocab_size} tokens (tokenizer.vocab_size) from "
-            f"the {what} with tokenizer.character_coverage = {config.character_coverage}: {error}"
+            "the training text with tokenizer.character_coverage = "
+            f"{config.character_coverage}: {error}"
         ) from None
     return model.getvalue()

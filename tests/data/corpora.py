@@ -1,4 +1,4 @@
-"""In-memory corpora whose rows identify their pairs, for tests of batches."""
+"""In-memory corpora in which each row identifies its pairs, for tests of batches."""
 
 import numpy as np
 import pytest
@@ -8,12 +8,12 @@ from transformer_jax.data.batching import Batch
 from transformer_jax.data.corpus import Corpus, Sequences
 
 EOS = 2
-FIRST_ID = 10  # below stand no ordinary tokens
+FIRST_ID = 10  # of regular tokens
 
 
 def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpus:
-    """Lengths [K, N], EOS counted; segmentation v of pair i is v * N + i + 10, ..., EOS on both
-    sides, so that a row tells its pairs.
+    """Lengths [K, N] include EOS. Both sides of segmentation v of pair i are the token
+    v * N + i + 10, repeated, and EOS, so that a row identifies its pairs.
     """
     (K, N), sides = np.shape(source_lengths), []
     for lengths_KN in (source_lengths, target_lengths):
@@ -29,7 +29,7 @@ def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpu
 def random_lengths(
     seed: int, num_pairs: int, num_samples: int = 1, mean: float = 10.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-normal lengths of correlated sides, like real text."""
+    """Log-normal lengths, correlated between the sides, as in real text."""
     random = np.random.default_rng(seed)
     source = random.lognormal(np.log(mean), 0.5, (num_samples, num_pairs))
     target = source * random.lognormal(0.05, 0.2, (num_samples, num_pairs))
@@ -52,8 +52,9 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 
 def sequences_of(batch: Batch) -> list[tuple[int, int, int]]:
-    """The sequences that stand in a batch, as (number, source length, target length); each is
-    checked to be whole and where it should be.
+    """Sequences in a batch, as (number, source length, target length).
+
+    Checks that each is complete and in the right place.
     """
     found = []
     for r in range(len(batch.source_BS)):
@@ -68,7 +69,7 @@ def sequences_of(batch: Batch) -> list[tuple[int, int, int]]:
                 continue
             if segment is None:
                 assert (row[real] == EOS).sum() == 1
-            else:  # the segment goes up by one after each EOS, and is 0 at padding
+            else:  # the segment id increases after each EOS, and is 0 at padding
                 expected = np.where(real, np.cumsum(np.concatenate([[0], row[:-1] == EOS])) + 1, 0)
                 np.testing.assert_array_equal(segment[r], expected)
             parts = np.split(row[real], np.flatnonzero(row[real] == EOS)[:-1] + 1)

@@ -1,4 +1,4 @@
-"""Batch plan: deterministic, each pair once per epoch, full batches, few shapes, right tokens."""
+"""Batch plan: deterministic, each pair once per epoch, little padding, few shapes."""
 
 import gzip
 import hashlib
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch, BatchPlan, permutation
 from transformer_jax.data.bucketing import choose_widths, fill_buckets
-from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
 from transformer_jax.errors import UserError
 
@@ -45,8 +44,8 @@ def test_a_batch_is_a_pure_function_of_the_step(layout, data):
 
 
 @layouts
-def test_batches_are_those_of_earlier_versions(layout):
-    """Runs under way depend on it."""
+def test_batches_equal_those_of_earlier_versions(layout):
+    """So that existing runs can resume."""
     plan = BatchPlan(random_corpus(5, 2000, 2), small_config(layout), seed=5)
     digest = hashlib.sha256(repr((plan.shapes, plan.steps_per_epoch)).encode())
     for step in (*range(60), 5000, 10**6):
@@ -63,7 +62,7 @@ def test_batches_are_those_of_earlier_versions(layout):
 @layouts
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
-def test_a_slice_of_rows_is_those_rows_of_the_batch(layout, data):
+def test_a_slice_of_rows_equals_those_rows_of_the_batch(layout, data):
     plan = BatchPlan(random_corpus(0, 150, 2), small_config(layout), seed=3)
     step = data.draw(st.integers(0, 100))
     rows = data.draw(st.slices(plan.shape(step)[0]))
@@ -79,8 +78,8 @@ def test_a_slice_of_rows_is_those_rows_of_the_batch(layout, data):
     num_samples=st.integers(1, 3),
     tokens=st.sampled_from([256, 512, 4096]),
 )
-def test_an_epoch_is_every_pair_once(layout, seed, num_pairs, num_samples, tokens):
-    """In the epoch's own segmentation, in as many batches of each shape as in every other epoch."""
+def test_an_epoch_has_every_pair_once(layout, seed, num_pairs, num_samples, tokens):
+    """In the epoch's segmentation. All epochs have the same number of batches of each shape."""
     corpus = random_corpus(seed, num_pairs, num_samples)
     config = small_config(layout, tokens)
     plan = BatchPlan(corpus, config, seed=seed)
@@ -106,7 +105,7 @@ def test_an_epoch_is_every_pair_once(layout, seed, num_pairs, num_samples, token
 
 
 def test_only_batches_of_the_largest_shape_have_empty_rows():
-    """And they share them evenly: a batch of few rows would have the weight of a full one."""
+    """Spread evenly, because a batch with few rows would weigh as much as a full one."""
     plan = BatchPlan(random_corpus(1, 997), small_config("bucketed"), seed=0)
     empty = defaultdict(list)
     for step in range(plan.steps_per_epoch):
@@ -118,8 +117,8 @@ def test_only_batches_of_the_largest_shape_have_empty_rows():
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_buckets_hold_pairs_from_short_to_long(num_samples):
-    """Each as many as fill its batches; its width follows."""
+def test_buckets_have_pairs_from_short_to_long(num_samples):
+    """A bucket gets as many pairs as fill its batches, and is as wide as its longest pair."""
     config, lengths_2KN = small_config("bucketed"), np.stack(random_lengths(0, 500, num_samples))
     wanted = [(8, 8), (16, 16), (60, 60)]
     buckets = fill_buckets(lengths_2KN, wanted, config.tokens, config.row_multiple)
@@ -128,7 +127,7 @@ def test_buckets_hold_pairs_from_short_to_long(num_samples):
         s, t = lengths_2KN[:, v]
         pairs = [rows_KkB[v].ravel() for _, rows_KkB in buckets]
         assert sorted(np.concatenate(pairs))[:500] == list(range(500))
-        assert set(pairs[-1][pairs[-1] >= 500]) <= {500}  # no pair: an empty row
+        assert set(pairs[-1][pairs[-1] >= 500]) <= {500}  # empty rows
         before = 0
         for ((S, T), (most_S, most_T)), here in zip(zip((w for w, _ in buckets), wanted), pairs):
             here = here[here < 500]
@@ -136,7 +135,7 @@ def test_buckets_hold_pairs_from_short_to_long(num_samples):
             assert s[here].max() <= S and t[here].max() <= T
             held = set(np.flatnonzero((s <= most_S) & (t <= most_T)))
             before += len(here)
-            assert len(held) - before < 64 + 30 * (num_samples - 1)  # what fills no batch
+            assert len(held) - before < 64 + 30 * (num_samples - 1)  # not a full batch
 
 
 @layouts
@@ -149,7 +148,7 @@ def test_order_depends_on_seed_and_epoch(layout):
     )
     assert first != second
     assert first != [sequences_of(other.batch(i)) for i in range(5)]
-    # Shapes are mixed, not sorted, within an epoch, and differently in the next.
+    # shapes are shuffled within an epoch, differently in the next
     sizes, next_sizes = (
         [plan.shape(e * per_epoch + i)[1] for i in range(per_epoch)] for e in (0, 1)
     )
@@ -160,10 +159,8 @@ def test_order_depends_on_seed_and_epoch(layout):
         plan.batch(-1)
 
 
-def test_each_epoch_is_shuffled_anew():
-    """Here batches divide epochs evenly: 8 of one shape and 8 of another, in another order, of
-    other pairs, each epoch.
-    """
+def test_every_epoch_is_shuffled_differently():
+    """Even if an epoch is exactly 8 batches of one shape and 8 of another."""
     lengths = np.array([[10] * 128 + [20] * 64])
     plan = BatchPlan(
         make_corpus(lengths, lengths), BatchConfig(tokens=160, buckets=2, row_multiple=8), seed=0
@@ -179,7 +176,7 @@ def test_each_epoch_is_shuffled_anew():
 
 @pytest.mark.parametrize("num_pairs", [1, 2, 7])
 @layouts
-def test_a_corpus_smaller_than_a_batch_is_one_padded_batch(layout, num_pairs):
+def test_a_small_corpus_is_one_padded_batch(layout, num_pairs):
     plan = BatchPlan(random_corpus(0, num_pairs), BatchConfig(layout=layout, tokens=4096), seed=0)
     assert plan.steps_per_epoch == len(plan.shapes) == 1
     for step in range(3):
@@ -196,7 +193,7 @@ def test_first_uses_are_in_the_order_of_the_steps() -> None:
 
 
 @layouts
-def test_fill_is_the_share_of_real_tokens(layout):
+def test_fill_is_the_fraction_of_real_tokens(layout):
     plan = BatchPlan(random_corpus(5, 400, 2), small_config(layout), seed=0)
     batches = [plan.batch(step) for step in range(2 * plan.steps_per_epoch)]
     sides = list(zip(*((batch.source_BS, batch.target_BT) for batch in batches)))
@@ -236,7 +233,7 @@ def test_little_padding_of_real_text(shared_data, name, vocab_size, tmp_path):
         for side in sides
     ]
     corpus = make_corpus(*lengths)
-    for tokens, share in ((4096, 0.87), (25_000, 0.84)):  # the latter are 20 to 70 steps an epoch
+    for tokens, share in ((4096, 0.87), (25_000, 0.84)):  # the latter are 20 to 70 steps per epoch
         bucketed = BatchPlan(corpus, BatchConfig(tokens=tokens, buckets=12), seed=0)
         assert len(bucketed.shapes) <= 12 and min(bucketed.fill) >= share, bucketed.fill
     packed = BatchPlan(corpus, BatchConfig(layout="packed", tokens=4096), seed=0)
@@ -248,7 +245,7 @@ def test_little_padding_of_real_text(shared_data, name, vocab_size, tmp_path):
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60),
     st.integers(1, 8),
 )
-def test_widths_are_a_chain_that_holds_all_pairs(pairs, buckets):
+def test_widths_increase_up_to_the_longest_pair(pairs, buckets):
     s, t = np.array(pairs).T
     widths = choose_widths(np.array([[s], [t]]), buckets, 200)
     assert len(widths) == buckets and (np.diff(widths, axis=0) >= 0).all()
@@ -257,7 +254,7 @@ def test_widths_are_a_chain_that_holds_all_pairs(pairs, buckets):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), max_size=200), st.integers(0, 5))
-def test_packed_rows_hold_what_they_can(pairs, seed):
+def test_packed_rows_do_not_overflow(pairs, seed):
     s, t = np.array(pairs, np.int32).reshape(-1, 2).T
     row = pack(s, t, 20, 30, np.random.default_rng(seed).permutation(len(s)))
     assert row.shape == s.shape
@@ -266,7 +263,7 @@ def test_packed_rows_hold_what_they_can(pairs, seed):
         assert np.bincount(row, s).max() <= 20 and np.bincount(row, t).max() <= 30
 
 
-def test_packing_refuses_a_pair_longer_than_a_row():
+def test_packing_a_pair_longer_than_a_row_is_an_error():
     fits, longer = np.array([20, 1]), np.array([21, 1])
     assert pack(fits, fits, 20, 20, np.arange(2)).max() + 1 == 2
     for source, target in ((longer, fits), (fits, longer)):
@@ -279,38 +276,41 @@ def test_packing_full_length_pairs_needs_a_row_each():
     assert pack(s, s, 64, 64, np.arange(15)).max() + 1 == 11
 
 
-def test_sides_of_packed_rows_are_in_the_proportion_of_the_text():
+def test_widths_of_packed_rows_have_the_texts_ratio():
     s = np.full((1, 38_400), 8)
     plan = BatchPlan(make_corpus(s, 2 * s), BatchConfig(layout="packed", row_length=256), seed=0)
     assert plan.shapes == ((96, 128, 256),) and min(plan.fill) > 0.96
-    s[0, 0] = 200  # the longest sentence must have room, at the price of padding
+    s[0, 0] = 200  # rows must fit the longest sentence, with more padding
     assert BatchPlan(make_corpus(s, 16 + 0 * s), BatchConfig(layout="packed"), seed=0).shapes == (
         (96, 200, 256),
     )
 
 
-def test_permutations_are_the_same_everywhere():
+def test_permutations_are_the_same_on_all_machines():
     assert permutation(10, 0, 0, 0).tolist() == [9, 7, 2, 0, 4, 3, 5, 6, 1, 8]
     assert permutation(10, 3, 1, 2, 5).tolist() == [9, 8, 1, 3, 0, 7, 2, 6, 5, 4]
     for n in (0, 1, 2, 3, 8, 1000):
         assert sorted(permutation(n, 7, 1, 2, 3)) == list(range(n))
 
 
-def test_a_budget_smaller_than_the_longest_rows_is_an_error():
-    corpus = make_corpus(np.array([[5, 30]]), np.array([[5, 40]]))
-    with pytest.raises(
-        UserError, match=r"batch.tokens is 300; expected at least 320.*8 rows of 40"
-    ):
-        BatchPlan(corpus, BatchConfig(tokens=300), seed=0)
-    BatchPlan(corpus, BatchConfig(tokens=320), seed=0)
+LONG = make_corpus(np.array([[5, 30]]), np.array([[5, 40]]))
 
 
-def test_a_sentence_longer_than_a_packed_row_is_an_error():
-    corpus = make_corpus(np.array([[5, 30]]), np.array([[5, 40]]))
-    with pytest.raises(UserError, match="batch.row_length is 32; expected at least 40, "):
-        BatchPlan(corpus, BatchConfig(layout="packed", row_length=32), seed=0)
+@pytest.mark.parametrize(
+    ("corpus", "config", "message"),
+    [
+        (LONG, {"tokens": 319}, r"batch.tokens is 319; expected at least 320.*8 rows of 40"),
+        (
+            LONG,
+            {"layout": "packed", "row_length": 39},
+            "batch.row_length is 39; expected at least 40, ",
+        ),
+    ],
+)
+def test_impossible_batches(corpus, config, message):
+    with pytest.raises(UserError, match=message):
+        BatchPlan(corpus, BatchConfig(**config), seed=0)
 
 
-def test_an_empty_corpus_is_an_error():
-    with pytest.raises(UserError, match="no pairs"):
-        BatchPlan(Corpus.from_lists([], []), BatchConfig(), seed=0)
+def test_batches_of_just_the_longest_rows():
+    assert BatchPlan(LONG, BatchConfig(tokens=320), seed=0).shapes[-1] == (8, 30, 40)

@@ -1,4 +1,4 @@
-"""Input files: sorted globs that pair up, and text identified by content."""
+"""Input files: globs, and text identified by its content."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ SOURCES, TARGETS = ("part-*.en", "extra.en"), ("part-*.de", "extra.de")
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three parts and one more file, two lines each, written in no particular order."""
+    """Three parts and one more file, two lines each, created in no particular order."""
     for name in ("part-b", "extra", "part-c", "part-a"):
         for language in ("en", "de"):
             (tmp_path / f"{name}.{language}").write_text(
@@ -23,7 +23,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_globs_stand_for_sorted_files(folder):
+def test_globs_expand_to_sorted_files(folder):
     names = ["part-a", "part-b", "part-c", "extra"]
     globs = PairsConfig("text", SOURCES, TARGETS)
     listed = PairsConfig(
@@ -52,7 +52,7 @@ def test_a_file_whose_name_looks_like_a_glob(folder):
         ParallelText(PairsConfig("text", *[("a[1].en",)] * 2), str(folder))
 
 
-def test_globs_that_match_nothing_or_not_alike(folder):
+def test_globs_that_match_nothing_or_different_numbers_of_files(folder):
     with pytest.raises(UserError, match=r"'none-\*.en' does not match any files"):
         ParallelText(PairsConfig("text", ("none-*.en",), ("part-*.de",)), str(folder))
     (folder / "part-c.de").unlink()
@@ -65,10 +65,10 @@ def test_globs_that_match_nothing_or_not_alike(folder):
         ParallelText(PairsConfig("text", ("part-*.en",), ("extra.de",)), str(folder))
 
 
-def test_a_text_is_known_by_its_content(folder):
+def test_the_fingerprint_depends_on_the_content(folder):
     config, file = PairsConfig("text", SOURCES, TARGETS), folder / "extra.en"
     before, state = ParallelText(config, str(folder)).fingerprint, file.stat()
-    file.write_text("extra en 1\nextra en 3\n")  # of the same size, and made to look as old
+    file.write_text("extra en 1\nextra en 3\n")  # of the same size, with the same time stamps below
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
     assert ParallelText(config, str(folder)).fingerprint != before
     file.write_text("extra en 1\nextra en 2\n")
@@ -77,7 +77,7 @@ def test_a_text_is_known_by_its_content(folder):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The names of files that are opened to be read."""
+    """Names of files opened for reading."""
     names, open_ = [], Path.open
 
     def note(self, mode="r", *args, **kwargs):
@@ -99,17 +99,15 @@ def test_a_text_is_hashed_as_it_is_read(folder, limit, opened):
     list(text.pairs())
     assert text.fingerprint == fresh
     if limit is None:
-        assert len(opened) == len(set(opened)) == 8  # each once
+        assert len(opened) == len(set(opened)) == 8  # each file once
         (folder / "extra.de").write_text("changed\n" * 2)
         list(text.pairs())
         assert text.fingerprint != fresh
 
 
-def test_what_is_no_file_is_called_what_it_is(folder):
-    for name, problem in (
-        ("none.en", "does not exist"),
-        (".", "is not a regular file"),
-        ("/dev/null", "is not a regular file"),
-    ):
-        with pytest.raises(UserError, match=rf"File '.*' {problem}; expected a text file"):
-            ParallelText(PairsConfig("text", (name,), ("extra.de",)), str(folder))
+def test_paths_that_are_not_regular_files(folder):
+    for name in ("none.en", ".", "/dev/null"):
+        config = PairsConfig("text", (name,), ("extra.de",))
+        for function in (ParallelText, read_pairs):  # before a line is read
+            with pytest.raises(UserError, match="'.*' is not a file; expected a text file"):
+                function(config, str(folder))

@@ -1,4 +1,4 @@
-"""Data loader: planned batches in order on any number of devices; errors propagate, threads end."""
+"""Data loader: the plan's batches on any number of devices, errors, threads, prefetching."""
 
 import threading
 import time
@@ -71,7 +71,7 @@ def test_the_same_batches_on_any_number_of_devices(layout, devices):
             )
 
 
-def test_starting_later_is_starting_at_that_step():
+def test_loading_from_a_later_step():
     plan = make_plan()
     with closing(load_batches(plan, start=17)) as batches:  # without end
         for step in range(17, 45):
@@ -80,9 +80,9 @@ def test_starting_later_is_starting_at_that_step():
 
 
 @pytest.mark.parametrize("layout", ["bucketed", "packed"])
-def test_only_rows_of_local_devices_are_read(layout, monkeypatch):
+def test_only_rows_of_local_devices_are_built(layout, monkeypatch):
     class PartOfAPod:
-        """Eight devices, of which this process has numbers 6, 1 and 5."""
+        """Eight devices. This process has numbers 6, 1 and 5."""
 
         def addressable_devices_indices_map(self, shape):
             B, _ = shape
@@ -96,23 +96,21 @@ def test_only_rows_of_local_devices_are_read(layout, monkeypatch):
             asked.append(rows)
             return super().batch(step, rows)
 
-    def shards_of_this_process(shape, sharding, callback):
-        return jax.numpy.concatenate(
-            [callback(index) for index in sharding.addressable_devices_indices_map(shape).values()]
-        )
-
     asked: list[np.ndarray] = []
-    monkeypatch.setattr(jax, "make_array_from_callback", shards_of_this_process)
+    monkeypatch.setattr(
+        jax, "make_array_from_process_local_data", lambda _, x, __: jax.numpy.asarray(x)
+    )
     plan, recording = make_plan(layout), make_plan(layout)
     recording.__class__ = Recording
     for step, batch in enumerate(load_batches(recording, sharding=PartOfAPod(), stop=10)):
         B, _, _ = plan.shape(step)
         of_1, of_5, of_6 = (np.arange(n * B // 8, (n + 1) * B // 8) for n in (1, 5, 6))
-        np.testing.assert_array_equal(asked[step], np.concatenate([of_1, of_5, of_6]))
-        assert_same(batch, plan.batch(step, np.concatenate([of_6, of_1, of_5])))
+        of_all = np.concatenate([of_1, of_5, of_6])
+        np.testing.assert_array_equal(asked[step], of_all)
+        assert_same(batch, plan.batch(step, of_all))
 
 
-def test_an_error_comes_out_where_its_batch_is_asked_for():
+def test_an_error_is_raised_when_its_batch_is_requested():
     class Broken(BatchPlan):
         def batch(self, step, rows=slice(None)):
             if step == 5:
@@ -142,7 +140,7 @@ def test_threads_end_with_the_last_batch_or_when_closed():
     assert list(load_batches(plan, start=9, stop=9)) == []
 
 
-def test_batches_are_built_ahead():
+def test_batches_are_prefetched():
     class Slow(BatchPlan):
         def batch(self, step, rows=slice(None)):
             time.sleep(0.2)

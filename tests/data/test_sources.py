@@ -1,4 +1,4 @@
-"""Data sources: every line arrives once and aligned; errors name file and line."""
+"""Data sources: text files, TFDS, number names; errors name the file and the line."""
 
 import dataclasses
 import gzip
@@ -21,7 +21,7 @@ ODD_LINES = ["a\x0bb\x0cc", "d\x1c\x1d\x1ee", "f\x85g\u2028h\u2029", "", "i\rj",
 
 
 def text(tmp_path, source, target, name="train", **settings):
-    """Config for two parallel files with these bytes."""
+    """Write two parallel files with these bytes and return their config."""
     (tmp_path / f"{name}.en").write_bytes(source)
     (tmp_path / f"{name}.de").write_bytes(target)
     return PairsConfig(kind="text", source=(f"{name}.en",), target=(f"{name}.de",), **settings)
@@ -38,7 +38,7 @@ def read(config, root):
     st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"))),
     st.booleans(),
 )
-def test_lines_end_at_newline_alone(lines, ended):
+def test_only_a_newline_ends_a_line(lines, ended):
     data = "\n".join(lines).encode() + (b"\n" if ended and lines else b"")
     expected = lines if (ended or not lines or lines[-1]) else lines[:-1]
     assert list(read_lines(io.BytesIO(data))) == expected
@@ -56,7 +56,7 @@ def test_lines_of_files(tmp_path):
         == list(read_lines(str(tmp_path / "b.gz")))
         == ["one", "two"]
     )
-    # as in files
+    # only a byte-order mark at the start is removed, as in files
     assert list(read_lines(io.BytesIO(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo"))) == ["one", "\ufefftwo"]
     with pytest.raises(
         UserError, match=r"the input, line 2: byte 3 is not valid UTF-8. Fix the line"
@@ -67,7 +67,7 @@ def test_lines_of_files(tmp_path):
 # Plain text
 
 
-def test_text_in_several_files_some_packed(tmp_path):
+def test_text_in_several_files_some_compressed(tmp_path):
     text(tmp_path, "\n".join(ODD_LINES).encode(), "\n".join(reversed(ODD_LINES)).encode(), name="a")
     (tmp_path / "b.en.gz").write_bytes(gzip.compress(b"x\r\ny\r\n"))
     (tmp_path / "b.de").write_bytes(b"X\nY")
@@ -80,7 +80,7 @@ def test_text_in_several_files_some_packed(tmp_path):
     assert read(limited, tmp_path) == expected[:7]
 
 
-def test_a_file_that_is_named_twice_counts_twice(tmp_path):
+def test_a_file_named_twice_is_read_twice(tmp_path):
     config = text(tmp_path, b"a\nb\n", b"A\nB\n")
     twice = dataclasses.replace(config, source=config.source * 2, target=config.target * 2)
     assert read(twice, tmp_path) == [("a", "A"), ("b", "B")] * 2
@@ -89,7 +89,7 @@ def test_a_file_that_is_named_twice_counts_twice(tmp_path):
 def test_reading_streams(tmp_path):
     config = text(tmp_path, b"a\n" * 10 + b"\xff\n", b"b\n" * 11)
     pairs = read_pairs(config, str(tmp_path))
-    # the fault in line 11 is not reached yet
+    # the invalid line 11 is not read yet
     assert [next(pairs) for _ in range(10)] == [("a", "b")] * 10
 
 
@@ -104,17 +104,7 @@ def test_sides_of_different_length(tmp_path, source, target):
         read(config, tmp_path)
 
 
-def test_missing_file_is_reported_by_the_call(tmp_path):
-    config = text(tmp_path, b"", b"")
-    (tmp_path / "train.de").unlink()
-    with pytest.raises(
-        UserError,
-        match=r"train\.de' does not exist; expected a text file as source or target",
-    ):
-        read_pairs(config, str(tmp_path))
-
-
-def test_damaged_gzip(tmp_path):
+def test_corrupt_gzip(tmp_path):
     for damaged in (b"no gzip", gzip.compress(b"line\n" * 1000)[:-9]):
         (tmp_path / "a.gz").write_bytes(damaged)
         with pytest.raises(UserError, match=r"a\.gz' is corrupt or not a gzip file"):
@@ -124,15 +114,13 @@ def test_damaged_gzip(tmp_path):
 def test_invalid_utf8_names_the_line(tmp_path):
     config = text(tmp_path, b"a\nb\xff\nc\nd\n", b"A\nB\nC\n\xc3\x28\n")
     with pytest.raises(
-        UserError,
-        match=r"train\.en, line 2: byte 2 is not valid UTF-8. .* `iconv -c -t UTF-8`",
+        UserError, match=r"train\.en, line 2: byte 2 is not valid UTF-8. .* `iconv -c -t UTF-8`"
     ):
         read(config, tmp_path)
 
 
-def test_nothing_to_read():
-    with pytest.raises(UserError, match="kind is 'text' and source is empty; set source"):
-        read_pairs(PairsConfig())
+def test_no_source_is_set():
+    assert list(read_pairs(PairsConfig())) == []
 
 
 # TFDS
@@ -159,7 +147,7 @@ class {camel}(tfds.core.GeneratorBasedBuilder):
 
 @pytest.fixture
 def tfds_name(tmp_path, monkeypatch):
-    """Name of a small dataset whose builder is importable; nothing is prepared yet."""
+    """Name of a small dataset with an importable builder, not prepared yet."""
     name = "tiny_translate_for_tests"
     package = tmp_path / "builders" / name
     package.mkdir(parents=True)
@@ -210,7 +198,7 @@ def plain(name):
 
 
 def style(name):
-    """Whether it begins with a capital letter, and ends with a period."""
+    """Whether a name starts with a capital letter, and whether it ends with a period."""
     return name[0].isupper(), name.endswith(".")
 
 
@@ -230,14 +218,14 @@ def test_numbers_are_num2words_and_splits_are_disjoint():
 
 
 @pytest.mark.parametrize("split", ["train", "dev", "test"])
-def test_half_of_the_numbers_have_a_capital_and_half_a_full_stop(split):
+def test_half_of_the_numbers_are_capitalized_and_half_end_with_a_period(split):
     pairs = list(read_pairs(PairsConfig(kind="numbers", split=split)))
     styles = Counter(style(source) for source, _ in pairs)
     assert len(styles) == 4 and min(styles.values()) > 0.24 * len(pairs)
     assert all(style(source) == style(target) for source, target in pairs)
 
 
-def test_numbers_below_2000_are_in_train_in_all_styles_and_small_ones_more_often():
+def test_train_has_small_numbers_in_all_styles_and_the_smallest_more_often():
     train, dev, test = (
         Counter(source for source, _ in read_pairs(PairsConfig(kind="numbers", split=split)))
         for split in ("train", "dev", "test")
@@ -252,24 +240,23 @@ def test_numbers_below_2000_are_in_train_in_all_styles_and_small_ones_more_often
     assert train["zero"] == 601 and train["two hundred"] == train["one thousand and one"] == 1
 
 
-def test_numbers_are_the_same_each_time_and_limited():
+def test_numbers_are_reproducible_and_limited():
     few = list(read_pairs(PairsConfig(kind="numbers", limit=50)))
     more = list(read_pairs(PairsConfig(kind="numbers")))
     assert few == more[:50]
     assert len(more) == 100_000
-    # Pinned: another order would put other numbers into dev and test.
+    # Another order would put different numbers into dev and test.
     assert few[0] == ("one hundred and seventy-five", "einhundertfünfundsiebzig")
     assert few[3] == ("One hundred and seventy-five.", "Einhundertfünfundsiebzig.")
     test = list(read_pairs(PairsConfig(kind="numbers", split="test", limit=3)))
     assert test[2][0] == "Six hundred and eighty-eight thousand, six hundred and ninety-four"
-    with pytest.raises(UserError, match=r"limit is 10001; expected at most 10000 for split 'test'"):
-        read_pairs(PairsConfig(kind="numbers", split="test", limit=10_001))
+    assert len(list(read_pairs(PairsConfig(kind="numbers", split="test", limit=10_001)))) == 10_000
 
 
 # Fingerprint
 
 
-def test_fingerprint_is_of_contents_not_names(tmp_path):
+def test_fingerprint_depends_on_contents_not_names(tmp_path):
     first = text(tmp_path, b"a\n", b"b\n")
     same = text(tmp_path, b"a\n", b"b\n", name="copy")
     other = text(tmp_path, b"a\n", b"c\n", name="other")

@@ -20,34 +20,29 @@ IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
 
 
 def random_chains(seed: int, *, sentences: int, length: int, vocab: int) -> np.ndarray:
-    """One chain a sentence: normalized log-probabilities, float32 [B, L, V, V]."""
+    """One chain per sentence: normalized log-probabilities, float32 [B, L, V, V]."""
     logits = np.random.default_rng(seed).normal(size=(sentences, length, vocab, vocab)) * 1.5
     return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
 
 
 @struct.dataclass
 class ToyCache:
-    """Which sentence a beam belongs to, and how far it is."""
+    """Each beam's sentence and position."""
 
     sentence_BW: Array
     position_BW: Array
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Numbers of positions that a step may be limited to: it has none."""
-        return (0,)
-
     def reorder(self, parents_BW: Array) -> ToyCache:
-        """Beam w continues what was beam ``parents_BW[b, w]``."""
+        """Make beam w continue beam ``parents_BW[b, w]``."""
         return gather_beams(self, parents_BW)
 
     def replace_rows(self, rows_R: Array, fresh: ToyCache) -> ToyCache:
-        """Rows ``rows_R`` hold the sentences of ``fresh``."""
+        """Put the sentences of ``fresh`` into rows ``rows_R``."""
         return jax.tree.map(lambda old, new: old.at[rows_R].set(new, mode="drop"), self, fresh)
 
 
 def start(sentence_B: Array, *, beam_size: int) -> ToyCache:
-    """A cache in which row b holds sentence ``sentence_B[b]``."""
+    """Create a cache in which row b holds sentence ``sentence_B[b]``."""
     shape_BW = sentence_B.shape[0], beam_size
     return ToyCache(
         jnp.broadcast_to(sentence_B[:, None], shape_BW).astype(jnp.int32),
@@ -55,8 +50,8 @@ def start(sentence_B: Array, *, beam_size: int) -> ToyCache:
     )
 
 
-def step(toys: np.ndarray) -> Callable[[Array, Any], tuple[Array, Any]]:
-    """The step function of ``random_chains`` over such a cache."""
+def step(toys: np.ndarray | Array) -> Callable[[Array, Any], tuple[Array, Any]]:
+    """Return the step function of ``random_chains``."""
     log_probs_BLVV = jnp.asarray(toys)
 
     def step(tokens_BW: Array, cache: ToyCache) -> tuple[Array, ToyCache]:
@@ -68,8 +63,8 @@ def step(toys: np.ndarray) -> Callable[[Array, Any], tuple[Array, Any]]:
 
 
 def hypotheses(result: Any) -> list[list[tuple[tuple[int, ...], float, float]]]:
-    """(tokens, score, log-probability) of every hypothesis of every sentence, with what each result
-    must satisfy checked.
+    """(tokens, score, log-probability) of every hypothesis of every sentence. Checks what holds for
+    every result: order, padding, EOS, and sums of token log-probabilities.
     """
     tokens_BNL, scores_BN, log_probs_BN, lengths_BN, token_log_probs_BNL = map(np.asarray, result)
     found = []
@@ -94,3 +89,11 @@ def hypotheses(result: Any) -> list[list[tuple[tuple[int, ...], float, float]]]:
         assert scores == sorted(scores, reverse=True)
         found.append(its)
     return found
+
+
+def assert_same(found: list[tuple[tuple[int, ...], float, float]], expected: list[Any]) -> None:
+    """Assert that a sentence's ``hypotheses`` equal the reference search's."""
+    assert [tokens for tokens, _, _ in found] == [each.tokens for each in expected]
+    scores = [(score, log_prob) for _, score, log_prob in found]
+    expected_scores = [(each.score, each.log_prob) for each in expected]
+    np.testing.assert_allclose(scores, expected_scores, rtol=1e-5)

@@ -3,11 +3,10 @@
     python tests/decoding/check_trained.py --workdir W --input FILE --what agreement
     python tests/decoding/check_trained.py --workdir W --input FILE --what independence
 
-agreement: every line's n-best list against the slow plain-Python search, which asks the model's
-whole forward pass for each hypothesis and position; and every reported score against
-force-decoding.
-independence: the lines in batches of several sizes, in order and shuffled: the same bits at one
-  size; how far between sizes.
+agreement: compare the n-best list of each line with the reference search, which runs the whole
+  forward pass for each hypothesis and position, and compare scores with forced decoding.
+independence: translate the lines in batches of several sizes, in order and shuffled. Results have
+  the same bits at one size; the differences between sizes are printed.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ class Arguments:
     input: str
     """Text to translate."""
     what: Literal["agreement", "independence"]
-    """Which check."""
+    """The check to run."""
     limit: int | None = None
     """Use the first lines only."""
     beam_size: int = 4
-    """Hypotheses kept for a sentence."""
+    """Beam width."""
     max_extra_length: int = 12
-    """Longest translation beyond the source; the plain search always goes to the end."""
+    """Maximum extra length of a translation; the reference search never stops early."""
     batch_sizes: tuple[int, ...] = (1, 7, 32, 128)
-    """independence: sentences searched at a time."""
+    """Batch sizes for ``independence``."""
 
 
 def main(arguments: Arguments) -> None:
@@ -127,11 +126,11 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
 
 
 class WholePass:
-    """log_probs(tokens) of one sentence by the model's whole forward pass, encoder included;
-    nothing is kept between steps.
+    """log_probs(tokens) of one sentence from the whole forward pass, encoder included, without a
+    cache.
 
-    Tokens that cannot be among the 2W best continuations get -inf: the plain search then looks at
-    few.
+    Tokens that cannot be among the 2W best continuations get -inf, so that the reference search
+    has fewer candidates.
     """
 
     def __init__(
@@ -144,12 +143,12 @@ class WholePass:
         self.source_WS = np.tile(source, (beam_size, 1))
 
     def look_ahead(self, hypotheses: list[tuple[int, ...]]) -> None:
-        """Ask for all live hypotheses, which have one length, at a time."""
+        """Compute all live hypotheses at once; they have the same length."""
         target_WT = np.zeros((self.beam_size, self.width), np.int32)
         for row, tokens in zip(target_WT, hypotheses):
-            row[: len(tokens) + 1] = [*tokens, EOS]  # the last one is not looked at
+            row[: len(tokens) + 1] = [*tokens, EOS]  # the EOS is not used
         rows_WV = np.array(self.whole_pass(self.source_WS, target_WT, len(hypotheses[0])))
-        most = 2 * self.beam_size + 2  # and PAD and EOS, which may be forbidden
+        most = 2 * self.beam_size + 2  # PAD and EOS may be forbidden
         last_W1 = np.partition(rows_WV, -most)[:, -most, None]
         rows_WV[(rows_WV < last_W1) & (np.arange(rows_WV.shape[1]) != EOS)] = -np.inf
         self.found = dict(zip(hypotheses, rows_WV))

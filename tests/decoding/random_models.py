@@ -19,22 +19,22 @@ from transformer_jax.training.step import TrainState
 from transformer_jax.training.workdir import Workdir
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-SHARPNESS = 4  # of the softmax, so that the hypotheses differ clearly
+SHARPNESS = 4  # scales the logits, so that hypotheses differ clearly
 
 
 def lines_of_words(count: int) -> list[str]:
-    """Lines of one to nine words."""
+    """Make lines of one to nine words."""
     return [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(count)]
 
 
 def train_tokenizer(lines: list[str]) -> Tokenizer:
-    """A tokenizer for lowercase sources and uppercase targets."""
+    """Train a tokenizer for lowercase sources and uppercase targets."""
     pairs = ((line, line.upper()) for line in lines)
     return Tokenizer.train(pairs, TokenizerConfig(vocab_size=50, algorithm="unigram"))
 
 
 def make_model(tokenizer: Tokenizer, seed: int = 8, **settings: Any) -> Transformer:
-    """One of its vocabulary; ``settings`` are fields of ``ModelConfig``."""
+    """Make a model for the tokenizer; ``settings`` are fields of ``ModelConfig``."""
     small = {"tie_embeddings": "none", "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1}
     vocab_size = tokenizer.target.vocab_size
     config = ModelConfig(vocab_size=vocab_size, dtype="float32", **small | settings)
@@ -51,9 +51,7 @@ def write_run(
     *,
     best_step: int,
 ) -> None:
-    """A work directory as training leaves it, with these models as the checkpoints of their
-    steps.
-    """
+    """Write a work directory as training does, with a checkpoint of each model at its step."""
     (folder / "config.json").write_text(to_json(config))
     tokenizer.save(folder)
     checkpoints = Checkpoints(Workdir(folder), config, tokenizer)

@@ -27,13 +27,13 @@ class Hypothesis(NamedTuple):
     """A finished hypothesis."""
 
     tokens: Tokens
-    """EOS included."""
+    """Tokens with EOS."""
     score: float
-    """What it is ranked by: log-probability / length divisor."""
+    """Log-probability / length penalty, for ranking."""
     log_prob: float
-    """The model's own."""
+    """The model's log-probability."""
     token_log_probs: tuple[float, ...]
-    """Its summands."""
+    """Log-probability of each token."""
 
 
 @dataclass(frozen=True)
@@ -41,36 +41,33 @@ class Rules:
     """Constraints of a search and its length penalty."""
 
     max_length: int
-    """EOS included; at the last position only EOS is allowed, whatever the other rules say. 0:
-    nothing is found.
+    """Maximum length with EOS. At the last position only EOS is allowed, regardless of the other
+    rules. 0: no hypothesis.
     """
     length_penalty: float = 0.6
-    """alpha in ((c + length) / (c + 1))^alpha; the length counts EOS."""
+    """alpha in ((c + length) / (c + 1))^alpha; the length includes EOS."""
     length_offset: float = 5
-    """c in it."""
+    """c in the length penalty."""
     min_length: int = 0
-    """Tokens before EOS is allowed."""
+    """Minimum number of tokens before EOS."""
     prefix: Sequence[int] = ()
-    """Tokens that must come first, whatever the other rules say (but the last position is EOS');
-    they count like any.
+    """Tokens that must come first, regardless of the other rules except at the last position. They
+    count toward scores and lengths.
     """
     suppress: Sequence[int] = ()
-    """Tokens that are not chosen; EOS may be among them, which leaves the end to the last position.
-    PAD always is.
+    """Forbidden tokens, in addition to PAD. Without EOS, only the last position ends a hypothesis.
     """
     no_repeat_ngram: int = 0
-    """A token is forbidden that would end n tokens which the hypothesis has already; never EOS. 0:
-    off.
-    """
+    """Length of n-grams that may not repeat; EOS is never forbidden. 0: off."""
 
     def forced(self, position: int) -> int | None:
-        """The only token allowed at a position, if there is such a one."""
+        """Return the only token allowed at a position, or None."""
         if position == self.max_length - 1:
             return EOS
         return self.prefix[position] if position < len(self.prefix) else None
 
     def allowed(self, tokens: Tokens, token: int) -> bool:
-        """May ``token`` come after ``tokens``?"""
+        """Check whether ``token`` may come after ``tokens``."""
         forced = self.forced(len(tokens))
         if forced is not None:
             return token == forced
@@ -109,22 +106,21 @@ def reference_search(
     beam_size: int,
     num_hypotheses: int | None = None,
 ) -> list[Hypothesis]:
-    """The ``num_hypotheses`` (default ``beam_size``) best finished hypotheses of a beam search,
-    best first.
+    """Return the ``num_hypotheses`` (default: ``beam_size``) best finished hypotheses, best first.
 
-    At each position: the 2W best continuations of the W live hypotheses. Those among the first W
-    that end are finished; the best W of the others live on. A hypothesis with no allowed
-    continuation of positive probability dies. A beam of 1 stops at its first end: it is greedy.
+    Each step ranks the 2W best continuations of the W live hypotheses. Continuations with EOS among
+    the first W are finished; the W best others stay live. A hypothesis with no allowed continuation
+    of positive probability dies. A beam of 1 is greedy: it stops at its first EOS.
 
-    Equals: a continuation of the better beam goes first, then the one whose own token is
-    likelier, then the lower token; of two finished hypotheses the one that finished at the earlier
-    position, then the better continuation.
+    Ties between continuations go to the better beam, then to the more likely token, then to the
+    lower token. Ties between finished hypotheses go to the shorter one, then to the better
+    continuation.
     """
     live = [_Candidate((), 0.0, ())]
     finished: list[Hypothesis] = []
     for _ in range(rules.max_length):
         candidates = []
-        # a model that is quicker when asked for several at a time
+        # Some models compute several hypotheses faster at once.
         if hasattr(log_probs, "look_ahead"):
             log_probs.look_ahead([parent.tokens for parent in live])
         for beam, parent in enumerate(live):
@@ -147,8 +143,8 @@ def reference_search(
 
 
 def every_hypothesis(log_probs: LogProbs, rules: Rules) -> list[Hypothesis]:
-    """All sequences of positive probability that keep the rules, best first (then shorter, then
-    lower tokens): toys only.
+    """Enumerate all sequences of positive probability that keep the rules, best first. Ties go to
+    the shorter sequence, then to lower tokens. Only for toy models.
     """
     return _best_first(
         [
@@ -162,7 +158,7 @@ def every_hypothesis(log_probs: LogProbs, rules: Rules) -> list[Hypothesis]:
 
 
 def keeps_rules(tokens: Tokens, rules: Rules) -> bool:
-    """Whether a search may return this sequence (EOS included)."""
+    """Check whether a search may return this sequence, which includes EOS."""
     text, end, n = tokens[:-1], len(tokens) - 1, rules.no_repeat_ngram
     if tokens[-1] != EOS or EOS in text or PAD in text or len(tokens) > rules.max_length:
         return False
@@ -187,8 +183,8 @@ def keeps_rules(tokens: Tokens, rules: Rules) -> bool:
 def _sequences(
     log_probs: LogProbs, most: int, tokens: Tokens = ()
 ) -> Iterator[tuple[Tokens, tuple[float, ...]]]:
-    """Everything of positive probability that ends in EOS within ``most`` tokens, and what each
-    token gets.
+    """Yield all sequences of positive probability that end in EOS within ``most`` tokens, with the
+    log-probability of each token.
     """
     if most < 1:
         return
@@ -207,5 +203,5 @@ def _best_first(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
 
 
 def chain(log_probs_LVV: np.ndarray, *, bos: int = 1) -> LogProbs:
-    """A model in which a token depends on its position and the token before it."""
+    """Return a model whose next token depends on the position and the previous token."""
     return lambda tokens: log_probs_LVV[len(tokens), tokens[-1] if tokens else bos]

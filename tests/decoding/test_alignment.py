@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import random_models
-from random_models import lines_of_words, train_tokenizer
+from random_models import lines_of_words, make_model, train_tokenizer
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.alignment import Alignment, alignment, word_numbers
@@ -23,18 +22,9 @@ def tokenizer():
     return train_tokenizer(LINES)
 
 
-def make_model(tokenizer, seed=8, **settings):
-    return random_models.make_model(tokenizer, seed, **{"num_layers": 2} | settings)
-
-
 @pytest.fixture(scope="module")
-def model(tokenizer):
-    return make_model(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def scorer(model, tokenizer):
-    return Scorer(model, tokenizer, CONFIG)
+def scorer(tokenizer):
+    return Scorer(make_model(tokenizer), tokenizer, CONFIG)
 
 
 def test_translations_are_aligned_in_order(scorer):
@@ -66,10 +56,8 @@ def test_hard_alignments_join_words():
     source, target = ("▁gr", "een", "▁room"), ("▁grün", "e", "▁Wand")
     alignment = Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, [0, 0, 1], [0, 0, 1])
     assert alignment.hard() == "0-0 0-1 1-0"
-    assert (
-        word_numbers(source, [source[:2], source[2:]]),
-        word_numbers(target, [target[:2], target[2:]]),
-    ) == ([0, 0, 1],) * 2
+    for tokens in (source, target):
+        assert word_numbers(tokens, [tokens[:2], tokens[2:]]) == [0, 0, 1]
     parts = ("▁x", "<unk>", "y", "</s>", "▁z")
     numbers = word_numbers(parts, [("▁x",), ("<unk>",), ("▁y",), ("▁z",)])
     joined = Alignment(
@@ -80,19 +68,12 @@ def test_hard_alignments_join_words():
 
 
 def test_segments_in_chinese_are_one_word():
-    assert word_numbers(("▁我", "。", "</s>", "▁你", "▁x"), [("▁我", "。", "你"), ("▁x",)]) == [
-        0,
-        0,
-        0,
-        0,
-        1,
-    ]
+    tokens = ("▁我", "。", "</s>", "▁你", "▁x")
+    assert word_numbers(tokens, [("▁我", "。", "你"), ("▁x",)]) == [0, 0, 0, 0, 1]
 
 
-def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer):
-    """Normalisation makes two words of ONE´TWO, which are one in the file, and nothing of a
-    zero-width space.
-    """
+def test_hard_alignments_count_words_of_the_original_text(scorer, tokenizer):
+    """Normalization splits ONE´TWO into two words and removes a zero-width space."""
     text = "one´two \u200b three"
     [source] = tokenizer.source.encode([text])
     assert "".join(tokenizer.source.tokens(source)).count("▁") == 3
@@ -103,18 +84,15 @@ def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer
     assert set(alignment.target_words) == {0, 2}
 
 
-def test_an_unknown_token_is_a_word_of_its_own():
-    """Written as ⁇, which this vocabulary encodes as two question marks."""
-    lines = ["why ? who ?? what ???", *LINES]
-    tokenizer = train_tokenizer(lines)
-    tokens = [*tokenizer.target.encode(["ONE"])[0], UNK_ID, *tokenizer.target.encode(["A TWO"])[0]]
+def test_an_unknown_token_is_a_separate_word():
+    """It is decoded as ⁇, which this vocabulary would encode as two question marks."""
+    tokenizer = train_tokenizer(["why ? who ?? what ???", *LINES])
+    one, a_two, marks = tokenizer.target.encode(["ONE", "A TWO", "⁇"])
+    tokens = [*one, UNK_ID, *a_two]
     text = tokenizer.target.decode(tokens)
-    assert (
-        text.split() == ["ONE", "⁇", "A", "TWO"] and UNK_ID not in tokenizer.target.encode(["⁇"])[0]
-    )
+    assert text.split() == ["ONE", "⁇", "A", "TWO"] and UNK_ID not in marks
     found = alignment(tokenizer, ("", text), ([], tokens), np.ones((len(tokens) + 1, 1)))
     names = zip(found.target, found.target_words, strict=False)
     assert [number for name, number in names if name == "<unk>"] == [1]
-    assert found.target_words == sorted(found.target_words) and set(found.target_words) == {
-        *range(4)
-    }
+    assert found.target_words == sorted(found.target_words)
+    assert set(found.target_words) == {0, 1, 2, 3}

@@ -32,8 +32,8 @@ def shared(translator: Translator) -> Iterator[AsyncTranslator]:
     found.close()
 
 
-def test_each_task_gets_its_own_lines_translations(translator, shared) -> None:
-    long = " ".join(LINES[:6])  # in segments
+def test_each_task_gets_the_translators_result(translator, shared) -> None:
+    long = " ".join(LINES[:6])  # translated in segments
     lines = [*LINES, "", long, Request("one two", prefix="SIX")]
     count = shared.num_lines
 
@@ -53,7 +53,7 @@ def test_each_task_gets_its_own_lines_translations(translator, shared) -> None:
     assert shared.num_lines - count >= len(lines)
 
 
-def test_alignments_are_those_of_a_scorer(translator, shared) -> None:
+def test_alignments_equal_the_scorers(translator, shared) -> None:
     [plain] = asyncio.run(shared.translate(LINES[3]))
     assert plain.alignment is None
     [found] = asyncio.run(shared.translate(LINES[3], alignments=True))
@@ -65,28 +65,17 @@ def test_alignments_are_those_of_a_scorer(translator, shared) -> None:
     assert empty.alignment is None
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (5, "Line 1 is 5; expected text"),
-        ("\ud800", "Line 1 is not valid Unicode"),
-        (Request("one", prefix="日本"), "prefix '日本' has tokens outside the vocabulary"),
-    ],
-)
-def test_what_no_line_may_be(shared, line, message) -> None:
-    with pytest.raises(UserError, match=message):
-        asyncio.run(shared.translate(line))
-
-
-def test_checks_name_a_line_only_if_it_has_a_number(translator) -> None:
-    with pytest.raises(UserError, match=r"^The text: prefix '日本' has"):
+def test_errors_name_only_numbered_lines(translator, shared) -> None:
+    with pytest.raises(UserError, match="Line 1 is 5; expected text"):
+        asyncio.run(shared.translate(5))
+    with pytest.raises(UserError, match=r"^The text: prefix '日本' has tokens outside the voc"):
         translator.check(Request("one", prefix="日本"))
     with pytest.raises(UserError, match=r"^The text is not valid Unicode"):
         translator.check(Request("\ud800"))
     translator.check(Request("one", prefix="SIX"))
 
 
-def test_the_model_of_a_run_with_other_settings(translator, tmp_path) -> None:
+def test_settings_override_those_of_the_run(translator, tmp_path) -> None:
     model = translator.model
     config = Config(model=model.config, decoding=CONFIG)
     write_run(tmp_path, config, translator.tokenizer, {1: model}, best_step=1)

@@ -26,11 +26,11 @@ DECODING = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16,
 @pytest.fixture(scope="module")
 def translator():
     tokenizer = train_tokenizer(LINES)
-    model = make_model(tokenizer, num_layers=2, num_decoder_layers=3)
+    model = make_model(tokenizer, num_decoder_layers=2)
     return Translator(model, tokenizer, DECODING)
 
 
-def test_weights_are_those_of_the_model_without_padding(translator):
+def test_weights_equal_the_models_without_padding(translator):
     text, target = LINES[2], LINES[3].upper()
     found = sentence_attention(translator, text, target=target)
     model, tokenizer = translator.model, translator.tokenizer
@@ -51,7 +51,7 @@ def test_weights_are_those_of_the_model_without_padding(translator):
     assert not np.triu(found.decoder_NHTT, 1).any()
 
 
-def test_weights_of_the_first_layers_are_computed_as_the_paper_says(translator):
+def test_weights_of_the_first_layers_follow_equation_1(translator):
     """softmax(q k^T / sqrt(d_k)) in NumPy, from the embeddings."""
     found = sentence_attention(translator, "one two", target="TWO")
     model, tokenizer = translator.model, translator.tokenizer
@@ -72,13 +72,13 @@ def test_weights_of_the_first_layers_are_computed_as_the_paper_says(translator):
         np.testing.assert_allclose(found.of(kind)[2][0], expected, atol=1e-6)
 
 
-def test_without_a_target_it_is_what_the_beam_search_finds(translator):
+def test_the_default_target_is_the_best_translation(translator):
     [[best]] = translator.stream(["three four"])
     found = sentence_attention(translator, "three four")
     assert found.target == (*best.tokens, "</s>")
 
 
-def test_an_ensemble_has_no_attention_of_its_own(translator):
+def test_ensembles_have_no_attention_weights(translator):
     both = Translator(Ensemble([translator.model] * 2), translator.tokenizer, DECODING)
     with pytest.raises(UserError, match="has 2 models; expected one"):
         sentence_attention(both, "one")
@@ -94,7 +94,7 @@ def test_an_ensemble_has_no_attention_of_its_own(translator):
         ("one", "\ud800", "target is not valid Unicode; expected no lone surrogates."),
     ],
 )
-def test_refused_sentences(translator, text, target, message):
+def test_invalid_sentences(translator, text, target, message):
     with pytest.raises(UserError) as error:
         sentence_attention(translator, text, target=target)
     assert str(error.value) == message

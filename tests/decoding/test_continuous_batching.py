@@ -22,19 +22,19 @@ from transformer_jax.decoding.search import results, search
 SENTENCES, LENGTH, VOCAB = 48, 10, 9
 TOYS = random_chains(0, sentences=SENTENCES, length=LENGTH, vocab=VOCAB)
 LIMITS = np.random.default_rng(1).integers(1, LENGTH + 1, SENTENCES)
-
-
-start_toys = jax.jit(chains.start, static_argnames="beam_size")
+BEAM = BeamSearch(**IDS, beam_size=3)
+REPEATS = BeamSearch(**IDS, beam_size=3, constraints=Constraints(no_repeat_ngram=1))
+SAMPLES = Sampling(**IDS, beam_size=3, seed=5)
+TO_THE_LIMIT = BeamSearch(**IDS, beam_size=1, constraints=Constraints(min_length=LENGTH))
 
 
 class ToyModel:
-    """The Markov chains as a model."""
+    """The Markov chains as a model, compiled for any ``toys`` of the same shape."""
 
-    def start_cache(self, sentence_B, *, beam_size):
-        return start_toys(sentence_B, beam_size=beam_size)
+    start_cache = staticmethod(jax.jit(chains.start, static_argnames="beam_size"))
 
-    def step(self, tokens_BW, cache):
-        return chains.step(TOYS)(tokens_BW, cache)
+    def step(self, toys, tokens_BW, cache):
+        return chains.step(toys)(tokens_BW, cache)
 
 
 TOY_MODEL = ToyModel()
@@ -43,7 +43,7 @@ results_of = jax.jit(lambda finished: results(finished, chains.PAD))
 
 @functools.cache
 def compiled(method, model, batch_size):
-    """What makes empty rows, and what seats a block."""
+    """Jitted functions that make empty rows and that seat a block."""
 
     @jax.jit
     def start(limit_B, seed_B):
@@ -51,36 +51,43 @@ def compiled(method, model, batch_size):
         return method.start(limit_B, max_length=LENGTH, prefix_BP=prefix_BP, seed_B=seed_B)
 
     @jax.jit
-    def seat_block(rows, block, most):
-        return seat(method, model.step, rows, block, most, np.int32(batch_size))
+    def seat_block(toys, rows, block, most, enough):
+        step = functools.partial(model.step, toys)
+        return seat(method, step, rows, block, most, enough)
 
     return start, seat_block
 
 
-def search_in_rows(
-    method, order, *, batch_size, block_size, counts=None, limits=LIMITS, model=None
-):
-    """The sentences in this order, block after block, of which each has its count: hypotheses by
-    the places in the blocks, the number of steps, and the rows in the end.
-    """
-    model = model or TOY_MODEL
-    start, seat_block = compiled(method, model, batch_size)
-    counts = counts or [block_size] * -(-len(order) // block_size)
-
-    def block(sentences):
-        sentences = np.array([*sentences, *[NOBODY] * (block_size - len(sentences))], np.int32)
-        known = np.maximum(sentences, 0)
-        state = start(np.where(sentences >= 0, limits[known], 0), known.astype(np.uint32))
-        return Rows(sentences, state, model.start_cache(known, beam_size=method.beam_size))
-
+def new_rows(method, batch_size, model=TOY_MODEL):
     nobody = np.zeros(batch_size, np.int32)
     cache = model.start_cache(nobody, beam_size=method.beam_size)
-    rows, num_steps = Rows(np.full(batch_size, NOBODY), start(nobody, nobody), cache), 0
+    state = compiled(method, model, batch_size)[0](nobody, nobody)
+    return Rows(np.full(batch_size, NOBODY), state, cache)
+
+
+def new_block(method, sentences, block_size, limits, model=TOY_MODEL):
+    sentences = np.array([*sentences, *[NOBODY] * (block_size - len(sentences))], np.int32)
+    known = np.maximum(sentences, 0)
+    limit_Q = np.where(sentences >= 0, limits[known], 0)
+    state = compiled(method, model, block_size)[0](limit_Q, known)
+    return Rows(sentences, state, model.start_cache(known, beam_size=method.beam_size))
+
+
+def search_in_rows(
+    method, order, *, batch_size, block_size, counts=None, limits=LIMITS, toys=TOYS, model=TOY_MODEL
+):
+    """Search the sentences in this order, block by block; block i holds ``counts[i]`` sentences.
+    Returns the hypotheses by sentence number, the number of steps, and the final rows.
+    """
+    _, seat_block = compiled(method, model, batch_size)
+    counts = counts or [block_size] * -(-len(order) // block_size)
+    rows, num_steps = new_rows(method, batch_size, model), 0
     found = {}
     firsts = range(0, len(order), block_size)
     for first, count in [*zip(firsts, counts, strict=True), (0, 0)]:
-        its = block(order[first : first + count])
-        rows, left, its_steps = seat_block(rows, its, np.int32(0 if count else 10**6))
+        its = new_block(method, order[first : first + count], block_size, limits, model)
+        most = np.int32(0 if count else 10**6)
+        rows, left, its_steps = seat_block(toys, rows, its, most, np.int32(batch_size))
         num_steps += int(its_steps)
         add(found, left)
     assert rows.state.done_B.all()
@@ -89,7 +96,7 @@ def search_in_rows(
 
 
 def add(found, left):
-    """The hypotheses by the sentences' numbers; of NaN: None."""
+    """Add the hypotheses by sentence number; None for NaN."""
     left = jax.device_get(left)
     numbers, is_nan = left.number_R, np.isnan(left.results.scores_BN[:, 0])
     assert not found.keys() & set(numbers.tolist())
@@ -97,11 +104,6 @@ def add(found, left):
     sound = chains.hypotheses(jax.tree.map(lambda x: x[~is_nan], left.results))
     found |= zip(numbers[~is_nan].tolist(), sound, strict=True)
     found.pop(NOBODY, None)
-
-
-BEAM = BeamSearch(**IDS, beam_size=3)
-REPEATS = BeamSearch(**IDS, beam_size=3, constraints=Constraints(no_repeat_ngram=1))
-SAMPLES = Sampling(**IDS, beam_size=3, seed=5)
 
 
 def one_batch(method):
@@ -121,18 +123,15 @@ def alone():
     return one_batch(BEAM)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "block_size"), [(1, 1), (4, 4), (16, 4), (16, 16), (32, 3), (48, 48)]
-)
-def test_the_results_are_those_of_one_batch(alone, batch_size, block_size):
+@pytest.mark.parametrize(("batch_size", "block_size"), [(1, 1), (4, 4), (33, 8), (48, 48)])
+def test_results_equal_those_of_one_batch(alone, batch_size, block_size):
     order = np.random.default_rng(batch_size).permutation(SENTENCES)
     found, _, _ = search_in_rows(BEAM, order, batch_size=batch_size, block_size=block_size)
     assert found == dict(enumerate(alone))
 
 
 @pytest.mark.parametrize("method", [REPEATS, SAMPLES])
-def test_repeats_and_samples_are_those_of_one_batch(alone, method):
-    """Rows are handed over with nothing of what they held: neither tokens nor seeds."""
+def test_refilled_rows_keep_no_tokens_or_seeds(alone, method):
     order = np.random.default_rng(7).permutation(SENTENCES)
     found, _, _ = search_in_rows(method, order, batch_size=4, block_size=4)
     expected = one_batch(method)
@@ -140,16 +139,11 @@ def test_repeats_and_samples_are_those_of_one_batch(alone, method):
     assert found == dict(enumerate(expected))
 
 
-def test_a_row_that_held_what_is_not_a_number_is_as_good_as_any(alone):
+def test_rows_recover_from_nan(alone):
     with_nan = TOYS.copy()
     with_nan[::3, 1:] = np.nan
-
-    class Broken(ToyModel):
-        def step(self, tokens_BW, cache):
-            return chains.step(with_nan)(tokens_BW, cache)
-
     order = np.arange(SENTENCES)
-    found, _, _ = search_in_rows(BEAM, order, batch_size=4, block_size=4, model=Broken())
+    found, _, _ = search_in_rows(BEAM, order, batch_size=4, block_size=4, toys=with_nan)
     assert found == {
         i: None if i % 3 == 0 and limit > 1 else its
         for i, (its, limit) in enumerate(zip(alone, LIMITS, strict=True))
@@ -161,8 +155,7 @@ def test_a_row_that_held_what_is_not_a_number_is_as_good_as_any(alone):
     [
         *((16, 16, np.clip(n - 16 * np.arange(3), 0, 16).tolist()) for n in (1, 5, 16, 47)),
         *((16, 16, counts) for counts in ([5, 0, 16], [0, 0, 1], [1, 2, 0], [0, 0, 0])),
-        # 33 rows, of which two are handed on at a time; blocks of odd sizes.
-        *((33, 16, [16, 14, 3]), (33, 8, [7, 8, 8, 5, 2, 3])),
+        (33, 8, [7, 8, 8, 5, 2, 3]),  # refills two rows at a time, from blocks of odd sizes
     ],
 )
 def test_blocks_may_end_early(alone, batch_size, block_size, counts):
@@ -177,7 +170,7 @@ def test_blocks_may_end_early(alone, batch_size, block_size, counts):
         assert num_steps <= LENGTH
 
 
-def test_sentences_with_nothing_to_search_do_not_stop_the_others(alone):
+def test_sentences_with_a_limit_of_0_do_not_stop_others(alone):
     limits = np.where(np.arange(SENTENCES) % 5 == 0, 0, LIMITS)
     order = np.arange(SENTENCES)
     found, _, _ = search_in_rows(BEAM, order, batch_size=4, block_size=4, limits=limits)
@@ -185,27 +178,20 @@ def test_sentences_with_nothing_to_search_do_not_stop_the_others(alone):
 
 
 @pytest.mark.parametrize(("most", "enough"), [(3, 99), (99, 2), (99, 99), (0, 5)])
-def test_steps_after_a_block_has_rows(most, enough):
-    """They end after ``most`` steps, with ``enough`` sentences done, or with all."""
-    limits = np.full(SENTENCES, LENGTH)
-    limits[:4] = [2, 5, 7, 9]
-    method = BeamSearch(**IDS, beam_size=1, constraints=Constraints(min_length=LENGTH))
-    model, number_Q = ToyModel(), jnp.arange(4)
-    start, _ = compiled(method, model, 4)
-    cache = model.start_cache(number_Q, beam_size=1)
-    block = Rows(number_Q, start(jnp.asarray(limits[:4]), number_Q), cache)
-    rows = Rows(jnp.full(4, NOBODY), start(jnp.zeros(4, jnp.int32), number_Q), cache)
-    rows, left, num_steps = seat(
-        method, model.step, rows, block, jnp.int32(most), jnp.int32(enough)
-    )
+def test_steps_after_a_block_is_seated(most, enough):
+    """Steps stop after ``most`` steps, or once ``enough`` sentences or all are done."""
+    limits = np.array([2, 5, 7, 9])
+    _, seat_block = compiled(TO_THE_LIMIT, TOY_MODEL, 4)
+    rows, block = new_rows(TO_THE_LIMIT, 4), new_block(TO_THE_LIMIT, range(4), 4, limits)
+    rows, left, num_steps = seat_block(TOYS, rows, block, np.int32(most), np.int32(enough))
     steps = min(most, {2: 5}.get(enough, 9))
     assert num_steps == steps
-    assert rows.state.done_B.tolist() == [steps >= x for x in limits[:4]]
+    assert rows.state.done_B.tolist() == [steps >= x for x in limits]
     assert (left.number_R == NOBODY).all()
 
 
-def test_idle_rows_take_in_tokens_of_the_vocabulary():
-    """However long a row waits for the others, past the capacity of its own history."""
+def test_inputs_of_idle_rows_stay_in_the_vocabulary():
+    """A row may wait for others longer than its history has positions."""
 
     @struct.dataclass
     class WithLowest(chains.ToyCache):
@@ -218,31 +204,28 @@ def test_idle_rows_take_in_tokens_of_the_vocabulary():
     class Watched(ToyModel):
         def start_cache(self, sentence_B, *, beam_size):
             lowest_BW = jnp.full((len(sentence_B), 1), VOCAB)
-            cache = super().start_cache(sentence_B, beam_size=beam_size)
+            cache = ToyModel.start_cache(sentence_B, beam_size=beam_size)
             return WithLowest(**vars(cache), lowest_BW=lowest_BW)
 
-        def step(self, tokens_BW, cache):
-            logits_BWV, cache = super().step(tokens_BW, cache)
+        def step(self, toys, tokens_BW, cache):
+            logits_BWV, cache = super().step(toys, tokens_BW, cache)
             lowest_BW = jnp.minimum(cache.lowest_BW, tokens_BW)
             return logits_BWV, dataclasses.replace(cache, lowest_BW=lowest_BW)
 
+    limits = np.array([LENGTH, LENGTH - 1, LENGTH])
     _, _, rows = search_in_rows(
-        BeamSearch(**IDS, beam_size=1, constraints=Constraints(min_length=LENGTH)),
-        np.arange(3),
-        batch_size=2,
-        block_size=3,
-        limits=np.array([LENGTH, LENGTH - 1, LENGTH]),
-        model=Watched(),
+        TO_THE_LIMIT, np.arange(3), batch_size=2, block_size=3, limits=limits, model=Watched()
     )
     assert (rows.cache.lowest_BW >= 0).all() and (rows.cache.lowest_BW < VOCAB).all()
 
 
 def test_few_slots_are_wasted():
     lengths = np.sort(np.random.default_rng(2).integers(2, LENGTH + 1, SENTENCES))[::-1]
-    method, order = BeamSearch(**IDS, beam_size=1), np.arange(SENTENCES)
-    (found, together, _), (_, handed_on, _) = (
-        search_in_rows(method, order, batch_size=size, block_size=size, limits=lengths)
+    (found, static, _), (_, refilled, _) = (
+        search_in_rows(
+            TO_THE_LIMIT, np.arange(SENTENCES), batch_size=size, block_size=size, limits=lengths
+        )
         for size in (48, 4)
     )
     used = sum(len(tokens) for [(tokens, *_)] in found.values())
-    assert 4 * handed_on * 0.9 <= used < 48 * together * 0.7
+    assert 4 * refilled * 0.9 <= used < 48 * static * 0.7

@@ -25,19 +25,20 @@ def objects(*values, **options):
     return read_records(stream(*map(json.dumps, values)), "jsonl", **options)
 
 
-def test_plain_lines_are_taken_as_they_are():
-    records = list(read_records(stream("one", "", '{"text": "two"}')))
-    assert records == [
-        Record(text, number=number) for number, text in enumerate(("one", "", '{"text": "two"}'), 1)
-    ]
+def test_text_lines_are_unchanged():
+    lines = ("one", "", '{"text": "two"}')
+    expected = [Record(text, number=number) for number, text in enumerate(lines, 1)]
+    assert list(read_records(stream(*lines))) == expected
 
 
-def test_objects_give_text_and_prefix():
+def test_objects_have_text_and_prefix():
     [plain, forced] = objects({"text": "one\ntwo"}, {"id": 7, "text": "two", "prefix": "Z"})
     assert (plain.number, plain.text, plain.prefix) == (1, "one two", "")
     assert (forced.number, forced.text, forced.prefix) == (2, "two", "Z")
     assert forced.fields == {"id": 7, "text": "two", "prefix": "Z"}
     assert [record.text for record in objects({"en": "one", "text": 3}, text_field="en")] == ["one"]
+    [null] = objects({"text": "x", "prefix": None})  # as in tables where each line has all fields
+    assert (null.text, null.prefix) == ("x", "")
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,8 @@ def test_objects_give_text_and_prefix():
         ("[" * 100_000, "line 3 is not valid JSON"),
         ("9" * 5000, r"line 3 is not valid JSON \(Exceeds the limit \(4300 digits\)"),
         ("[1]", "line 3 is a JSON list; expected an object with a 'text' field"),
-        (
-            '{"source": "x", "id": 1}',
-            "line 3 has no 'text' field.*--text-field.*Fields of this line: source, id",
-        ),
+        ('{"id": 1}', "line 3 has no 'text' field.*--text-field.*Fields of this line: id"),
+        ('{"source": "x", "id": 1}', "Fields of this line: source, id"),
         ("{}", "Fields of this line: none"),
         ('{"text": 5}', "line 3: field 'text' is 5; expected text"),
         ('{"text": "x", "prefix": 7}', "line 3: field 'prefix' is 7"),
@@ -61,20 +60,14 @@ def test_objects_give_text_and_prefix():
         (json.dumps({"text": [0] * 9000}), r"line 3: field 'text' is .{50,150}; expected text"),
     ],
 )
-@pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_a_faulty_line_is_named_and_loses_nothing_before_it(line, message, size):
+def test_errors_name_the_line_and_keep_the_lines_before_it(line, message):
     good = json.dumps({"text": "x"})
-    found = blocks(read_records(stream(good, good, line, good), "jsonl"), size)
-    given = []
-    with pytest.raises(UserError, match=message):
-        given.extend(record.number for block in found for record in block)
-    assert given == [1, 2]
-
-
-def test_a_prefix_of_null_is_none():
-    """As tables have it that give every line all fields."""
-    [record] = read_records(stream('{"text": "x", "prefix": null}'), "jsonl")
-    assert (record.text, record.prefix) == ("x", "")
+    for size in (1, 2, 3, 9):
+        found = blocks(read_records(stream(good, good, line, good), "jsonl"), size)
+        given = []
+        with pytest.raises(UserError, match=message):
+            given.extend(record.number for block in found for record in block)
+        assert given == [1, 2]
 
 
 def test_shards_share_the_lines():
@@ -91,7 +84,7 @@ def test_a_shard_does_not_parse_the_lines_of_others():
     assert len(list(read_records(stream(good, "{", good), "jsonl", shard=(0, 2)))) == 2
 
 
-def test_a_packed_file(tmp_path):
+def test_gzip_input(tmp_path):
     path = tmp_path / "in.gz"
     path.write_bytes(gzip.compress(b"one\ntwo\n"))
     assert [r.text for r in read_records(path)] == ["one", "two"]
@@ -100,7 +93,7 @@ def test_a_packed_file(tmp_path):
         list(read_records(path))
 
 
-def test_a_stream_is_read_as_far_as_it_is_asked_for():
+def test_streams_are_read_lazily():
     file = stream("one", "two", "three")
     records = read_records(file)
     assert file.tell() == 0
@@ -108,8 +101,8 @@ def test_a_stream_is_read_as_far_as_it_is_asked_for():
 
 
 @pytest.mark.parametrize("size", [1, 6, 9, 32])
-def test_a_block_is_answered_before_more_is_read(size):
-    """As one who waits for the answers to so many lines before the next ones are written."""
+def test_blocks_do_not_read_ahead(size):
+    """A client may wait for answers before it writes more lines."""
     read = 0
 
     def records():
@@ -127,7 +120,7 @@ def test_a_block_is_answered_before_more_is_read(size):
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])
-def test_targets_go_with_their_lines(tmp_path, kind):
+def test_targets_belong_to_lines(tmp_path, kind):
     lines, targets = tmp_path / "in", tmp_path / "targets"
     lines.write_text("one\ntwo\nthree\n")
     targets.write_text("eins\nzwei\ndrei\n")
@@ -181,23 +174,30 @@ def json_lines(output, line, translations):
     return written
 
 
-def test_text():
-    assert Results().text(RECORD, [BEST]) == ["ja gut"]
-    assert Results().text(RECORD, [NOTHING]) == [""]
-    assert Results(nbest=2).text(RECORD, [BEST, SECOND]) == [
-        "4 ||| ja gut ||| -1.2346",
-        "4 ||| nein ||| -2.0000",
-    ]
+SECOND_ALIGNED = dataclasses.replace(SECOND, alignment=OTHER)
+
+
+@pytest.mark.parametrize(
+    ("settings", "translations", "lines"),
+    [
+        ({}, [BEST], ["ja gut"]),
+        ({}, [NOTHING], [""]),
+        ({"nbest": 2}, [BEST, SECOND], ["4 ||| ja gut ||| -1.2346", "4 ||| nein ||| -2.0000"]),
+        ({"alignments": "hard"}, [ALIGNED], ["ja gut ||| 0-0 1-1"]),
+        ({"alignments": "hard"}, [NOTHING], [" ||| "]),
+        (
+            {"alignments": "hard", "nbest": 2},
+            [ALIGNED, SECOND_ALIGNED],
+            ["4 ||| ja gut ||| -1.2346 ||| 0-0 1-1", "4 ||| nein ||| -2.0000 ||| 1-0"],
+        ),
+    ],
+)
+def test_text_output(settings, translations, lines):
+    assert Results(**settings).text(RECORD, translations) == lines
+
+
+def test_text_output_of_scores():
     assert Results().text(RECORD, [BEST], scores=True) == ["-2.5000"]
-
-
-def test_text_with_alignments():
-    hard = Results(alignments="hard")
-    assert hard.text(RECORD, [ALIGNED]) == ["ja gut ||| 0-0 1-1"]
-    assert hard.text(RECORD, [NOTHING]) == [" ||| "]
-    second = dataclasses.replace(SECOND, alignment=OTHER)
-    both = Results(nbest=2, alignments="hard").text(RECORD, [ALIGNED, second])
-    assert both == ["4 ||| ja gut ||| -1.2346 ||| 0-0 1-1", "4 ||| nein ||| -2.0000 ||| 1-0"]
 
 
 def test_objects_keep_their_fields():
@@ -212,18 +212,9 @@ def test_objects_keep_their_fields():
 
 
 def test_fields_of_an_earlier_translation_are_replaced():
-    line = json.dumps(
-        {"score": 9, "text": "yes fine", "translation": "old", "id": "ü", "tokens": 3}
-    )
-    written = json_lines(Results(), line, [NOTHING])
-    assert json.loads(written) == {
-        "text": "yes fine",
-        "id": "ü",
-        "tokens": 3,
-        "translation": "",
-        "score": 0,
-        "log_prob": 0,
-    }
+    line = {"score": 9, "text": "yes fine", "translation": "old", "id": "ü", "tokens": 3}
+    written = json_lines(Results(), json.dumps(line), [NOTHING])
+    assert json.loads(written) == line | {"translation": "", "score": 0, "log_prob": 0}
     assert written.count('"translation"') == 1
 
 
@@ -239,25 +230,17 @@ def test_n_best_objects():
 def test_tokens_and_alignments_in_objects():
     output = Results(token_scores=True, alignments="soft")
     values = json.loads(json_lines(output, '{"text": "yes fine"}', [ALIGNED]))
-    assert values["tokens"] == ["▁ja", "▁gut", "</s>"] and values["token_scores"] == [
-        -1.0,
-        -1.25,
-        -0.25,
-    ]
+    assert values["tokens"] == ["▁ja", "▁gut", "</s>"]
+    assert values["token_scores"] == [-1.0, -1.25, -0.25]
     assert values["source_tokens"] == ["▁yes", "▁fine", "</s>"]
     assert values["alignment"] == [[0.9, 0.0, 0.1], [0.25, 0.5, 0.25], [0.0, 0.0, 1.0]]
     values = json.loads(json_lines(output, '{"text": ""}', [NOTHING]))
-    assert (
-        values["tokens"]
-        == values["token_scores"]
-        == values["source_tokens"]
-        == values["alignment"]
-        == []
-    )
+    for name in ("tokens", "token_scores", "source_tokens", "alignment"):
+        assert values[name] == []
     values = json.loads(json_lines(Results(alignments="hard"), '{"text": "yes fine"}', [ALIGNED]))
     assert values["alignment"] == "0-0 1-1"
 
 
-def test_what_has_no_number_in_json_is_null():
+def test_nan_and_infinity_are_null_in_json():
     broken = Translation("x", float("-inf"), float("nan"), 1, (), (float("nan"),))
     assert json.loads(json_lines(Results(), '{"text": "x"}', [broken]))["score"] is None

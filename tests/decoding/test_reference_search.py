@@ -11,7 +11,7 @@ from reference_search import EOS, PAD, Rules, chain, every_hypothesis, keeps_rul
 
 
 def random_chain(seed: int, *, length: int, vocab: int) -> np.ndarray:
-    """log_probs_LVV in which each token depends on its position and the one before."""
+    """log_probs_LVV of the next token given the position and the previous token."""
     logits = np.random.default_rng(seed).normal(size=(length, vocab, vocab)) * 1.5
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
@@ -52,29 +52,29 @@ def test_a_beam_that_holds_everything_equals_brute_force(name, vocab, length):
         assert len({hypothesis.tokens for hypothesis in found}) == len(found)
 
 
-def test_rules_of_whole_sequences_by_hand():
-    assert keeps_rules((3, 1, EOS), Rules(3)) and keeps_rules((EOS,), Rules(1))
-    assert not keeps_rules((3, 1, 3, EOS), Rules(3)) and not keeps_rules((3, PAD, EOS), Rules(5))
-    assert not keeps_rules((3, EOS), Rules(5, min_length=2)) and keeps_rules(
-        (3, EOS), Rules(2, min_length=2)
-    )
-    assert keeps_rules((3, 1, EOS), Rules(5, prefix=(3,))) and not keeps_rules(
-        (1, 3, EOS), Rules(5, prefix=(3,))
-    )
-    assert keeps_rules((3, EOS), Rules(2, prefix=(3, 4, 5))) and not keeps_rules(
-        (3, EOS), Rules(3, prefix=(3, 4, 5))
-    )
-    assert not keeps_rules((3, 1, 3, EOS), Rules(9, no_repeat_ngram=1))
-    assert keeps_rules((3, 1, 3, EOS), Rules(9, no_repeat_ngram=2))
-    assert not keeps_rules((3, 1, 3, 1, EOS), Rules(9, no_repeat_ngram=2))
-    assert not keeps_rules((3, 3, 3, EOS), Rules(9, no_repeat_ngram=2))
-    assert keeps_rules((3, 3, 3, EOS), Rules(9, no_repeat_ngram=2, prefix=(3, 3, 3)))
-    assert not keeps_rules((4, EOS), Rules(9, suppress=(4,))) and keeps_rules(
-        (4, EOS), Rules(9, suppress=(4,), prefix=(4,))
-    )
-    assert not keeps_rules((4, EOS), Rules(9, suppress=(EOS,))) and keeps_rules(
-        (4, EOS), Rules(2, suppress=(EOS,))
-    )
+@pytest.mark.parametrize(
+    ("rules", "kept", "broken"),
+    [
+        (Rules(3), [(3, 1, EOS)], [(3, 1, 3, EOS)]),
+        (Rules(1), [(EOS,)], [(3, EOS)]),
+        (Rules(5), [(3, EOS)], [(3, PAD, EOS)]),
+        (Rules(5, min_length=2), [(3, 1, EOS)], [(3, EOS)]),
+        (Rules(2, min_length=2), [(3, EOS)], []),
+        (Rules(5, prefix=(3,)), [(3, 1, EOS)], [(1, 3, EOS)]),
+        (Rules(2, prefix=(3, 4, 5)), [(3, EOS)], []),
+        (Rules(3, prefix=(3, 4, 5)), [(3, 4, EOS)], [(3, EOS)]),
+        (Rules(9, no_repeat_ngram=1), [], [(3, 1, 3, EOS)]),
+        (Rules(9, no_repeat_ngram=2), [(3, 1, 3, EOS)], [(3, 1, 3, 1, EOS), (3, 3, 3, EOS)]),
+        (Rules(9, no_repeat_ngram=2, prefix=(3, 3, 3)), [(3, 3, 3, EOS)], []),
+        (Rules(9, suppress=(4,)), [], [(4, EOS)]),
+        (Rules(9, suppress=(4,), prefix=(4,)), [(4, EOS)], []),
+        (Rules(9, suppress=(EOS,)), [], [(4, EOS)]),
+        (Rules(2, suppress=(EOS,)), [(4, EOS)], []),
+    ],
+)
+def test_rules_by_hand(rules, kept, broken):
+    assert all(keeps_rules(tokens, rules) for tokens in kept)
+    assert not any(keeps_rules(tokens, rules) for tokens in broken)
 
 
 def test_scores_by_hand():
@@ -90,7 +90,7 @@ def test_scores_by_hand():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_beam_of_one_takes_the_best_token_until_the_end(name):
+def test_a_beam_of_one_is_greedy(name):
     rules = Rules(7, **RULES[name])
     for seed in range(5):
         log_probs = chain(random_chain(seed, length=7, vocab=9))
@@ -109,14 +109,14 @@ def test_fewer_hypotheses_are_the_first_of_more():
     assert reference_search(log_probs, Rules(6), beam_size=5, num_hypotheses=2) == five[:2]
 
 
-def test_ends_count_only_among_the_first_beams():
+def test_eos_counts_only_among_the_best_continuations():
     row = np.full(6, -math.inf)
     row[[3, 4, EOS]] = np.log([0.5, 0.3, 0.2])
     found = reference_search(lambda tokens: row, Rules(2), beam_size=2)
     assert [hypothesis.tokens for hypothesis in found] == [(3, EOS), (4, EOS)]
 
 
-def test_ties_go_to_the_better_beam_then_the_likelier_token_then_the_lower_one():
+def test_ties_go_to_the_better_beam_then_the_likelier_then_the_lower_token():
     even = np.zeros((4, 6, 6))
     even[..., EOS] = -1
     found = reference_search(chain(even), Rules(4), beam_size=3)
@@ -134,7 +134,7 @@ def test_ties_go_to_the_better_beam_then_the_likelier_token_then_the_lower_one()
     assert [hypothesis.tokens for hypothesis in found] == [(3, 1, EOS), (3, 3, EOS), (4, 4, EOS)]
 
 
-def test_a_hypothesis_that_may_do_nothing_dies():
+def test_a_hypothesis_without_continuations_dies():
     log_probs = chain(random_chain(0, length=4, vocab=5))
     assert reference_search(log_probs, Rules(4, suppress=(1, 3, 4, EOS)), beam_size=3) == []
     assert reference_search(log_probs, Rules(0), beam_size=3) == []
@@ -145,7 +145,7 @@ def test_a_hypothesis_that_may_do_nothing_dies():
     assert reference_search(chain(never), Rules(4, prefix=(3,)), beam_size=2) == []
 
 
-def test_brute_force_misses_nothing():
+def test_brute_force_finds_every_sequence():
     log_probs = chain(random_chain(0, length=4, vocab=6))
     found = [hypothesis.tokens for hypothesis in every_hypothesis(log_probs, Rules(4))]
     inner = (1, 3, 4, 5)

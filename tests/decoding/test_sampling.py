@@ -22,39 +22,22 @@ LENGTH, VOCAB = 5, 8
 TOYS = random_chains(0, sentences=2, length=LENGTH, vocab=VOCAB)
 
 
-def draw(beam_size, *, toys=TOYS, **settings):
-    batch = len(toys)
-    length = toys.shape[1]
-    of_sentences = {
-        name: settings.pop(name) for name in ("prefix_BP", "seed_B") if name in settings
-    }
-    method = Sampling(**{**IDS, "beam_size": beam_size, **settings})
-    result = jax.jit(
-        lambda: search(
-            method,
-            chains.step(toys),
-            chains.start(jnp.arange(batch), beam_size=beam_size),
-            limit_B=jnp.full(batch, length),
-            max_length=length,
-            **of_sentences,
-        )
-    )()
-    return chains.hypotheses(result)
+@functools.partial(jax.jit, static_argnames="method")
+def _search(toys, prefix_BP, seed_B, *, method):
+    return search(
+        method,
+        chains.step(toys),
+        chains.start(jnp.arange(2), beam_size=method.beam_size),
+        limit_B=jnp.full(2, LENGTH),
+        max_length=LENGTH,
+        prefix_BP=prefix_BP,
+        seed_B=seed_B,
+    )
 
 
-@functools.cache
-def greedy(rules=None):
-    method = BeamSearch(**IDS, beam_size=1, constraints=rules or Constraints())
-    result = jax.jit(
-        lambda: search(
-            method,
-            chains.step(TOYS),
-            chains.start(jnp.arange(2), beam_size=1),
-            limit_B=jnp.full(2, LENGTH),
-            max_length=LENGTH,
-        )
-    )()
-    return chains.hypotheses(result)
+def draw(beam_size, *, prefixes=((-1,), (-1,)), seeds=(0, 1), **settings):
+    method = Sampling(**IDS, beam_size=beam_size, **settings)
+    return chains.hypotheses(_search(TOYS, np.array(prefixes), np.array(seeds), method=method))
 
 
 def first_tokens(found):
@@ -62,7 +45,7 @@ def first_tokens(found):
 
 
 def distribution(sentence, temperature=1.0):
-    """Of the first token: what PAD had is shared out."""
+    """Probabilities of the first token; PAD's share goes to the others."""
     logits = TOYS[sentence, 0, chains.BOS] / temperature
     chances = np.exp(logits) * (np.arange(VOCAB) != chains.PAD)
     return chances / chances.sum()
@@ -77,7 +60,7 @@ def test_frequencies_are_the_models(temperature):
             assert abs(counts[token] - expected[token]) <= 4 * np.sqrt(expected[token] + 1)
 
 
-def test_top_k_and_top_p_leave_the_likeliest():
+def test_top_k_and_top_p_keep_the_most_likely_tokens():
     settings = {"top_k": 3}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.5}
     drawn = [draw(500, **each) for each in settings]
     for sentence in range(2):
@@ -90,42 +73,39 @@ def test_top_k_and_top_p_leave_the_likeliest():
         assert of_both <= set(order[:5].tolist())
 
 
-def test_the_likeliest_alone_is_greedy():
-    assert draw(1, top_k=1) == greedy()
-
-
-@pytest.mark.parametrize("temperature", [1e-9, 1e-38, 1e-300])
-def test_the_coldest_samples_are_greedy(temperature):
-    """Whatever the likeliest token is worth: here every allowed one is a good deal below 0."""
+def test_the_most_likely_tokens_alone_are_greedy():
+    """Top-k of 1 and low temperatures are greedy, even if all allowed tokens have low logits."""
     rules = Constraints(suppress=(3, 4, 5))
-    assert draw(1, temperature=temperature, constraints=rules) == greedy(rules)
-    assert draw(1, temperature=temperature, constraints=rules, top_p=0.9) == greedy(rules)
+    method = BeamSearch(**IDS, beam_size=1, constraints=rules)
+    greedy = chains.hypotheses(_search(TOYS, np.full((2, 1), -1), np.arange(2), method=method))
+    for settings in (
+        {"top_k": 1},
+        {"temperature": 1e-9, "top_p": 0.9},
+        {"temperature": 1e-38},
+        {"temperature": 1e-300},
+        {"temperature": 1e-300, "top_p": 0.9},
+    ):
+        assert draw(1, constraints=rules, **settings) == greedy, settings
 
 
 def test_seeds_choose_the_samples():
     assert draw(5, seed=1) == draw(5, seed=1) != draw(5, seed=2)
-    one, other = draw(5, seed_B=jnp.array([3, 4])), draw(5, seed_B=jnp.array([4, 4]))
+    one, other = draw(5, seeds=(3, 4), seed=1), draw(5, seeds=(4, 4), seed=1)
     assert one[0] != other[0] and one[1] == other[1]
 
 
-def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbors():
+def test_nan_logits_give_a_nan_score_and_leave_the_neighbors_alone():
     with_nan = TOYS.copy()
     with_nan[0, 1:] = np.nan
-    limit_B = np.array([LENGTH, LENGTH])
-
-    @jax.jit
-    def drawn():
-        start = chains.start(jnp.arange(2), beam_size=3)
-        method, step = Sampling(**IDS, beam_size=3), chains.step(with_nan)
-        return search(method, step, start, limit_B=limit_B, max_length=5)
-
-    result = jax.device_get(drawn())
+    method = Sampling(**IDS, beam_size=5, seed=1)
+    given = np.full((2, 1), -1), np.arange(2)
+    result = jax.device_get(_search(with_nan, *given, method=method))
     assert np.isnan(result.scores_BN[0]).all() and (result.lengths_BN[0] == 0).all()
     sound = jax.tree.map(lambda x: x[1:], result)
-    assert chains.hypotheses(sound) == draw(3)[1:]
+    assert chains.hypotheses(sound) == draw(5, seed=1)[1:]
 
 
-def test_log_probabilities_are_the_models_at_temperature_one():
+def test_log_probabilities_are_the_models_at_temperature_1():
     for sentence, found in enumerate(draw(20, temperature=3.0, top_k=4)):
         for tokens, score, log_prob in found:
             before = (chains.BOS, *tokens)
@@ -134,13 +114,13 @@ def test_log_probabilities_are_the_models_at_temperature_one():
             assert score == pytest.approx(forced / ((5 + len(tokens)) / 6) ** 0.6, abs=1e-4)
 
 
-def test_rules_hold_for_samples():
+def test_samples_keep_the_rules():
     rules = Constraints(min_length=2, suppress=(3,), no_repeat_ngram=1)
-    for found in draw(200, constraints=rules, prefix_BP=jnp.array([[4], [5]])):
-        for tokens, _, _ in found:
-            *text, end = tokens
-            assert end == EOS and len(text) >= 2 and 3 not in text and len(set(text)) == len(text)
-    assert {tokens[0] for tokens, _, _ in draw(50, prefix_BP=jnp.array([[4], [-1]]))[0]} == {4}
+    forced, free = draw(200, constraints=rules, prefixes=((4,), (-1,)))
+    for tokens, _, _ in forced + free:
+        *text, end = tokens
+        assert end == EOS and len(text) >= 2 and 3 not in text and len(set(text)) == len(text)
+    assert set(first_tokens(forced)) == {4} and len(first_tokens(free)) > 1
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def tokenizer():
 
 
 def make_model(tokenizer, seed=8, **settings):
-    return random_models.make_model(tokenizer, seed, **{"num_layers": 2} | settings)
+    layers = {"num_layers": 1, "num_decoder_layers": 2}
+    return random_models.make_model(tokenizer, seed, **layers | settings)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def pairs(tokenizer):
 
 
 def by_hand(model, source, target):
-    """Each token's log-probability by the model's own forward pass, one sentence at a time."""
+    """Each token's log-probability from the model's forward pass over one sentence."""
     log_probs_1TV = np.asarray(forward(model, padded([source], 140), padded([target], 140)))
     return log_probs_1TV[0, np.arange(len(target) + 1), [*target, EOS_ID]]
 
@@ -66,16 +67,19 @@ def padded(rows, length):
     return array_BL
 
 
-@pytest.mark.devices(2)
+@pytest.mark.devices(3)
 def test_devices_share_the_rows(model, tokenizer, scorer, pairs):
-    spread = Scorer(model, tokenizer, CONFIG, devices=jax.devices()[:2])
+    devices = jax.devices()[1:3]
+    spread = Scorer(model, tokenizer, CONFIG, devices=devices)
+    for parameters, device in zip(spread._parameters, devices, strict=True):
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(parameters))
     for one, other in zip(spread.score_tokens(pairs), scorer.score_tokens(pairs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     for one, other in zip(spread.align_tokens(pairs), scorer.align_tokens(pairs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_the_score_of_a_translation_is_what_the_search_reported(model, tokenizer, scorer):
+def test_scores_equal_the_searchs(model, tokenizer, scorer):
     found = list(Translator(model, tokenizer, CONFIG).stream(LINES, num_hypotheses=2))
     sources = tokenizer.source.encode(LINES)
     pairs = [
@@ -90,7 +94,7 @@ def test_the_score_of_a_translation_is_what_the_search_reported(model, tokenizer
         assert log_probs.sum() == pytest.approx(t.log_prob, abs=1e-4)
 
 
-def test_several_models_score_by_the_mean_of_their_probabilities(model, tokenizer, pairs):
+def test_an_ensemble_averages_probabilities(model, tokenizer, pairs):
     models = [model, make_model(tokenizer, seed=9)]
     source, target = pairs[0]
     [log_probs] = Scorer(Ensemble(models), tokenizer, CONFIG).score_tokens(pairs[:1])
@@ -98,23 +102,20 @@ def test_several_models_score_by_the_mean_of_their_probabilities(model, tokenize
     np.testing.assert_allclose(log_probs, expected, atol=1e-5)
 
 
-def test_equals_the_models_forward_pass(model, scorer, pairs):
+def test_scores_equal_the_forward_pass(model, scorer, pairs):
     for (source, target), log_probs in zip(pairs[:4], scorer.score_tokens(pairs)[:4], strict=True):
         np.testing.assert_allclose(log_probs, by_hand(model, source, target), atol=1e-5)
 
 
-def test_logits_exist_for_a_few_positions_at_a_time(model, tokenizer, pairs, scorer, monkeypatch):
-    # 3 positions of a batch; 16 are no multiple of it
+def test_logits_are_computed_in_chunks(model, tokenizer, pairs, scorer, monkeypatch):
+    # 3 positions of a batch; the padded length, 16, is no multiple of 3.
     monkeypatch.setattr(scoring, "_MAX_LOGITS", 3 * 4 * 50)
-    for in_chunks, whole in zip(
-        Scorer(model, tokenizer, CONFIG).score_tokens(pairs[:4]),
-        scorer.score_tokens(pairs[:4]),
-        strict=True,
-    ):
-        np.testing.assert_allclose(in_chunks, whole, atol=1e-6)
+    in_chunks = Scorer(model, tokenizer, CONFIG).score_tokens(pairs[:4])
+    for found, whole in zip(in_chunks, scorer.score_tokens(pairs[:4]), strict=True):
+        np.testing.assert_allclose(found, whole, atol=1e-6)
 
 
-def test_no_pair_depends_on_the_others(scorer, pairs):
+def test_scores_do_not_depend_on_other_pairs(scorer, pairs):
     together = scorer.score_tokens(pairs)
     order = np.random.default_rng(0).permutation(len(pairs))
     for i, log_probs in zip(order, scorer.score_tokens([pairs[i] for i in order]), strict=True):
@@ -123,7 +124,7 @@ def test_no_pair_depends_on_the_others(scorer, pairs):
         np.testing.assert_array_equal(scorer.score_tokens([pair])[0], log_probs)
 
 
-def test_lines_come_out_in_order(scorer, pairs):
+def test_lines_keep_their_order(scorer, pairs):
     found = scorer.score(zip(LINES, TARGETS, strict=True))
     assert [t.text for t in found] == TARGETS
     for t, log_probs in zip(found, scorer.score_tokens(pairs), strict=True):
@@ -133,31 +134,17 @@ def test_lines_come_out_in_order(scorer, pairs):
         np.testing.assert_array_equal(np.float32(t.token_log_probs), log_probs)
 
 
-def test_empty_lines_are_scored_as_their_end(model, scorer):
-    for t, (source, target) in zip(
-        scorer.score([("", ""), (LINES[3], "")]), [("", ""), (LINES[3], "")], strict=True
-    ):
+def test_an_empty_line_is_scored_as_eos(model, scorer):
+    pairs = [("", ""), (LINES[3], "")]
+    for t, (source, target) in zip(scorer.score(pairs), pairs, strict=True):
         expected = by_hand(model, scorer.tokenizer.source.encode([source])[0], [])
-        assert (t.text, t.length, t.tokens) == (target, 1, ()) and t.log_prob == pytest.approx(
-            expected[0], abs=1e-5
-        )
+        assert (t.text, t.length, t.tokens) == (target, 1, ())
+        assert t.log_prob == pytest.approx(expected[0], abs=1e-5)
 
 
-@pytest.mark.devices(2)
-def test_one_device_is_where_the_work_is_done(model, tokenizer, scorer, pairs):
-    device = jax.devices()[1]
-    there = Scorer(model, tokenizer, CONFIG, devices=[device])
-    assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(there._parameters))
-    for one, other in zip(
-        there.score_tokens(pairs[:4]), scorer.score_tokens(pairs[:4]), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_what_cannot_be_meant_is_refused_at_the_call(tokenizer, scorer):
-    model = Transformer(
-        ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0)
-    )
+def test_invalid_models_and_lines(tokenizer, scorer):
+    sizes = {"vocab_size": 9, "d_model": 8, "d_ff": 8, "num_heads": 1, "num_layers": 1}
+    model = Transformer(ModelConfig(**sizes), rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match="expected both from the same training run"):
         Scorer(model, tokenizer, CONFIG)
     for pair, message in [
@@ -169,25 +156,17 @@ def test_what_cannot_be_meant_is_refused_at_the_call(tokenizer, scorer):
             scorer.score([pair])
 
 
-def test_every_shape_is_compiled_once(model, tokenizer, caplog):
+def test_each_shape_is_compiled_once(model, tokenizer, caplog):
     scorer = Scorer(model, tokenizer, CONFIG)
     with caplog.at_level("INFO"):
         for _ in range(2):
             scorer.score(zip(LINES, TARGETS, strict=True))
     assert 1 <= caplog.text.count("Compiling the scoring function for") <= 3
-    assert [padded_length(n, 16) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [
-        16,
-        16,
-        24,
-        32,
-        48,
-        64,
-        96,
-        1024,
-    ]
+    lengths = {1: 16, 16: 16, 17: 24, 25: 32, 33: 48, 49: 64, 65: 96, 1000: 1024}
+    assert {n: padded_length(n, 16) for n in lengths} == lengths
 
 
-def test_over_long_pairs_are_scored_whole(model, tokenizer, scorer):
+def test_long_pairs_are_scored_whole(model, tokenizer, scorer):
     source, target = " ".join(WORDS * 6), " ".join(WORDS * 4).upper()
     [t] = scorer.score([(source, target)])
     tokens = tokenizer.source.encode([source])[0], tokenizer.target.encode([target])[0]
@@ -195,43 +174,32 @@ def test_over_long_pairs_are_scored_whole(model, tokenizer, scorer):
     np.testing.assert_allclose(t.token_log_probs, by_hand(model, *tokens), atol=1e-4)
 
 
-def test_learned_positions_end_somewhere(tokenizer, caplog):
-    scorer = Scorer(
-        make_model(tokenizer, positions="learned", max_positions=20, num_layers=1),
-        tokenizer,
-        CONFIG,
-    )
+def test_pairs_longer_than_the_learned_positions_get_nan(tokenizer, caplog):
+    model = make_model(tokenizer, positions="learned", max_positions=20)
+    scorer = Scorer(model, tokenizer, CONFIG)
     pairs = [("one", "TWO"), ("two", "ONE"), ("one", " ".join(WORDS * 3))]
     pairs.append(pairs[0])
     with caplog.at_level("WARNING"):
         found = scorer.score(pairs)
     assert "1 of 4 pairs have more than 20 source or target tokens" in caplog.text
     assert [t.text for t in found] == [target for _, target in pairs]
-    assert [np.isnan(t.log_prob) and np.isnan(t.score) for t in found] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    assert [np.isnan(t.log_prob) and np.isnan(t.score) for t in found] == [0, 0, 1, 0]
     assert found[0] == found[3]
     [log_probs] = scorer.score_tokens([([], [5] * 20)])
     assert log_probs.shape == (21,) and np.isnan(log_probs).all()
     assert scorer.align_tokens([([], [5] * 20)]) == [None]
 
 
-def test_a_pair_that_takes_too_much_memory_is_not_scored(model, tokenizer, monkeypatch):
+def test_pairs_that_need_too_much_memory_get_nan(model, tokenizer, monkeypatch):
     monkeypatch.setattr(scoring, "_LONGEST", 30)
     scorer = Scorer(model, tokenizer, CONFIG)
     assert scorer.longest == 30
     [long, short] = scorer.score([(" ".join(WORDS * 9), "ONE"), ("one", "TWO")])
-    assert (
-        np.isnan(long.log_prob)
-        and len(long.token_log_probs) == long.length
-        and np.isfinite(short.log_prob)
-    )
+    assert np.isnan(long.log_prob) and len(long.token_log_probs) == long.length
+    assert np.isfinite(short.log_prob)
 
 
-def test_layers_look_elsewhere_and_must_exist(scorer, pairs):
+def test_alignments_of_each_layer(scorer, pairs):
     first, last, same = (scorer.align_tokens(pairs[:1], layer=layer)[0] for layer in (0, -1, 1))
     assert np.abs(first - last).max() > 1e-3
     np.testing.assert_array_equal(last, same)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from random_models import WORDS, lines_of_words, train_tokenizer
 
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.segments import _SENTENCE_END, split
 from transformer_jax.tokenizer import Tokenizer
 
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(23)]
+LINES = lines_of_words(23)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train(
-        ((line, line.upper()) for line in LINES),
-        TokenizerConfig(vocab_size=50, algorithm="unigram"),
-    )
+    return train_tokenizer(LINES)
 
 
 def test_long_lines_are_split_at_sentence_ends(tokenizer):
@@ -36,11 +33,8 @@ def test_long_lines_are_split_at_sentence_ends(tokenizer):
 def cut(line):
     """Sentences as _SENTENCE_END separates them."""
     ends = [0, *(found.end() for found in _SENTENCE_END.finditer(line)), len(line)]
-    return [
-        line[start:end].strip()
-        for start, end in itertools.pairwise(ends)
-        if line[start:end].strip()
-    ]
+    parts = [line[start:end].strip() for start, end in itertools.pairwise(ends)]
+    return [part for part in parts if part]
 
 
 @pytest.mark.parametrize(
@@ -53,9 +47,34 @@ def cut(line):
         ["Say “yes.”", "No 3.5 or e.g.x here…", "Quoi ? !", "« Oui ! »", '"Why?"', "(End.)", "x"],
     ],
 )
-def test_ends_of_sentences_stand_behind_all_their_marks(sentences):
+def test_sentences_end_after_all_their_punctuation(sentences):
     spaced = sentences[-1] == "x"
     assert cut((" " * spaced).join(sentences)) == sentences
+
+
+def test_ten_thousand_words_in_one_line(tokenizer):
+    line = " ".join(WORDS * 1000)
+    segments = split(line, 23, tokenizer)
+    assert max(map(len, segments)) <= 23
+    assert [*itertools.chain(*segments)] == tokenizer.source.encode([line])[0]
+
+
+def test_leading_tags_begin_each_segment():
+    tags = ("<2de>", "<BT>")
+    settings = TokenizerConfig(vocab_size=52, algorithm="unigram", user_defined_symbols=tags)
+    tokenizer = Tokenizer.train([(line, line.upper()) for line in LINES], settings)
+
+    def encode(text):
+        return tokenizer.source.encode([text])[0]
+
+    line, tags = "<2de> <BT> " + " ".join(WORDS * 3), encode("<2de> <BT>")
+    segments = split(line, 15, tokenizer)
+    assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
+    assert all(segment[: len(tags)] == tags for segment in segments)
+    rest = [segment[len(tags) :] for segment in segments]
+    assert [*itertools.chain(*rest)] == encode(line)[len(tags) :]
+    many = "<2de> " * 30 + "one two"  # longer than a segment, so treated as text
+    assert [*itertools.chain(*split(many, 15, tokenizer))] == encode(many)
 
 
 CHINESE = ["我们去学校。", "「你好！」", "他说。", "今天很好？！", "我不去…。"]
@@ -69,16 +88,13 @@ def chinese():
     )
 
 
-def test_segments_without_spaces_have_the_tokens_of_their_text(chinese):
-    """No token for a space stands inside a segment, and a sentence that is too long itself is cut
-    anywhere.
-    """
+def test_text_without_spaces_is_split_between_sentences(chinese):
+    """A sentence that is too long is split anywhere. Segments contain no space tokens."""
     line = "".join(CHINESE) * 3 + "我们去学校" * 9
     segments = split(line, 20, chinese)
     texts = [chinese.source.decode(segment) for segment in segments]
     assert "".join(texts) == chinese.source.decode(chinese.source.encode([line])[0])
-    assert segments == chinese.source.encode(texts) and all(
-        len(segment) <= 20 for segment in segments
-    )
+    assert segments == chinese.source.encode(texts)
+    assert max(map(len, segments)) <= 20
     assert all("▁" not in "".join(chinese.source.tokens(segment))[1:] for segment in segments)
-    assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # as many sentences as fit
+    assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # segments hold several sentences

@@ -1,4 +1,4 @@
-"""Workers: sentences that join and leave a running search get the engine's results."""
+"""Live rows: sentences that join and leave a running search get the engine's results."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ VOCAB = 40
 
 
 class Vocabulary:
-    """All that ``make_model`` asks of a tokenizer."""
+    """The part of a tokenizer that ``make_model`` uses."""
 
     target = SimpleNamespace(vocab_size=VOCAB)
 
 
-CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=32, batch_size=8)
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=24, batch_size=4)
 SENTENCES = [
     Sentence(
-        np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 29).tolist(),
+        np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 23).tolist(),
         prefix=[5, 6, 7][: i % 4],
         seed=i,
     )
-    for i in range(40)
+    for i in range(30)
 ]
 
 
@@ -43,8 +43,8 @@ def live_rows(engine):
 
 
 def search_live(rows, sentences, wanted, *, seed):
-    """Each sentence's hypotheses. The order in which they come, the moments at which they do, the
-    numbers of rows and of steps are random, and so are those who leave and come again.
+    """Search with random arrivals, batch sizes and step counts. Returns each sentence's
+    hypotheses. Ten times a sentence is canceled and arrives again.
     """
     chance, length_of = random.Random(seed), rows.bucket.length_of
     waiting = chance.sample(range(len(sentences)), len(sentences))
@@ -73,14 +73,13 @@ def search_live(rows, sentences, wanted, *, seed):
 @pytest.mark.parametrize(
     ("num_models", "settings"),
     [
-        (2, {}),
-        (1, {"beam_size": 1}),
-        (1, {"no_repeat_ngram": 2, "min_length": 3}),
+        (1, {}),
+        (2, {"beam_size": 1, "no_repeat_ngram": 2, "min_length": 3}),
         (1, {"method": "sample", "temperature": 0.8, "top_k": 9}),
     ],
-    ids=["beam", "greedy", "rules", "sample"],
+    ids=["beam", "greedy ensemble with rules", "sample"],
 )
-def test_every_sentence_gets_what_the_engine_gives_it(num_models, settings):
+def test_results_equal_the_engines(num_models, settings):
     config = dataclasses.replace(CONFIG, **settings)
     models = [make_model(Vocabulary, seed=seed) for seed in (8, 9)[:num_models]]
     model = Ensemble(models) if num_models > 1 else models[0]
@@ -88,7 +87,7 @@ def test_every_sentence_gets_what_the_engine_gives_it(num_models, settings):
     rows = live_rows(engine)
     compiled = engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size()
     of_seeds = [
-        search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(3)
+        search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(2)
     ]
     assert compiled == (engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size())
     every = [sentence._replace(wanted=config.beam_size) for sentence in SENTENCES]
@@ -108,12 +107,12 @@ def wanted_by(seed, config):
 
 def test_sentences_move_to_the_fewest_rows_that_hold_them():
     rows = live_rows(Engine(make_model(Vocabulary), CONFIG))
-    for count, expected in [(0, 1), (1, 1), (2, 2), (3, 4), (5, 8), (9, 8), (4, 4)]:
+    for count, expected in [(0, 1), (1, 1), (2, 2), (3, 4), (5, 4), (2, 2)]:
         rows.resize(count)
         assert rows.bucket.rows == len(rows._rows.number_B) == rows.num_idle == expected
 
 
-def test_a_cancelled_sentence_leaves_its_row():
+def test_a_canceled_sentence_leaves_its_row():
     rows = live_rows(Engine(make_model(Vocabulary), CONFIG))
     entry = Entry(SENTENCES[3])
     rows.turn([entry], 1)
@@ -124,7 +123,7 @@ def test_a_cancelled_sentence_leaves_its_row():
     assert rows._rows.state.done_B.all()
 
 
-def test_broken_parameters_give_a_sentence_no_hypotheses():
+def test_nan_parameters_give_no_hypotheses():
     model = make_model(Vocabulary)
     model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
     rows = live_rows(Engine(model, CONFIG))

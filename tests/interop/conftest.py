@@ -1,4 +1,4 @@
-"""Tiny random models and their tokenizers. Hypotheses differ and end on their own."""
+"""Tiny random models and tokenizers. Hypotheses differ and end before the length limit."""
 
 from __future__ import annotations
 
@@ -16,20 +16,8 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
-WORDS = [
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-]
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+WORDS += ["eleven", "twelve"]
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +43,7 @@ def separate(lines: list[str]) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., tuple[Config, Transformer]]:
-    """``make(tokenizer, seed, **fields of ModelConfig)``: a config and a model of random
-    weights.
-    """
+    """``make(tokenizer, seed, **fields of ModelConfig)``: a config and a random model."""
 
     def build(tokenizer: Tokenizer, seed: int = 0, **fields: Any) -> tuple[Config, Transformer]:
         sizes = {"d_model": 16, "d_ff": 24, "num_heads": 2, "num_layers": 2, "dtype": "float32"}
@@ -97,7 +83,7 @@ def make() -> Callable[..., tuple[Config, Transformer]]:
 
 @pytest.fixture(scope="session")
 def logits() -> Callable[..., np.ndarray]:
-    """Our ``logits(model, source_BS, target_BT)``, op by op, so that models share compiled code."""
+    """``logits(model, source_BS, target_BT)``, op by op, so that models share compiled code."""
 
     def compute(model: Transformer, source_BS: np.ndarray, target_BT: np.ndarray) -> np.ndarray:
         return np.asarray(model(jnp.asarray(source_BS), jnp.asarray(target_BT)))

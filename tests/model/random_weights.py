@@ -12,7 +12,7 @@ from transformer_jax.model.transformer import Transformer
 
 
 def random_transformer(config: ModelConfig, seed: int = 0) -> Transformer:
-    """Matrices as large as in a new model. Biases and the scales of norms are random too."""
+    """Draw matrices at the scale of a new model. Biases and norm scales are random too."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
 

@@ -13,7 +13,7 @@ Function = Callable[..., jax.Array]
 def with_gradients(
     function: Function, inputs: Sequence[Any], cotangent: jax.Array | None = None
 ) -> list[np.ndarray]:
-    """The result and its gradient by each input, as float32; a cotangent of ones by default."""
+    """Compute the result and each input's gradient, as float32; the cotangent is 1 by default."""
 
     @jax.jit
     def run(*inputs: Any) -> tuple[jax.Array, ...]:
@@ -32,9 +32,9 @@ def against_reference(
     of_gradients: Mapping[str, float] | None = None,
     cotangent: jax.Array | None = None,
 ) -> None:
-    """Assert that both functions have the same result and the same gradient by each input.
+    """Assert that both functions have the same result and the same gradient for each input.
 
-    ``tolerance`` holds rtol and atol, also of the gradients unless ``of_gradients`` is given.
+    ``tolerance`` holds rtol and atol, also for gradients unless ``of_gradients`` is given.
     """
     found, expected = (with_gradients(f, inputs, cotangent) for f in (ours, reference))
     np.testing.assert_allclose(found[0], expected[0], **tolerance)

@@ -1,4 +1,4 @@
-"""Attention kernels against plain attention: results, gradients and selection."""
+"""Attention kernels against their reference implementation: results, gradients, selection."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ from transformer_jax.model.attention import (
 from transformer_jax.model.attention_kernel import short_attention, takes
 from transformer_jax.sharding import batch_sharding, make_mesh
 
-# T, S, d_k, d_v: all powers of two, or blocks of which a part is past the end
+# T, S, d_k, d_v: powers of two, or lengths that leave a block partly empty
 SHAPES = [
     (32, 32, 64, 64),
     (1, 32, 16, 16),
@@ -38,14 +38,14 @@ SHAPES = [
 
 
 def _inputs(T: int, S: int, d_k: int, d_v: int, dtype: Any = np.float32) -> list[np.ndarray]:
-    """Queries, keys, values, and what the result is multiplied with: 2 rows, 2 heads."""
+    """Queries, keys, values and the cotangent for 2 rows and 2 heads."""
     rng = np.random.default_rng(T)
     shapes = (2, T, 2, d_k), (2, S, 2, d_k), (2, S, 2, d_v), (2, T, 2, d_v)
     return [rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
 
 
 def _packed(length: int, *, first: int = 1) -> np.ndarray:
-    """Segments of two rows: several sentences and some padding; nothing but padding."""
+    """Segment ids of a row of several sentences with padding, and of a row of padding only."""
     row = first + np.arange(length) // 9
     row[length - length // 5 :] = 0
     return np.array([row, np.zeros(length)], np.int32)
@@ -63,7 +63,7 @@ def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Ar
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernels_are_attention_and_its_gradient(shape: tuple[int, ...]) -> None:
+def test_kernels_equal_attention_and_its_gradient(shape: tuple[int, ...]) -> None:
     T, S = shape[:2]
     mask = attention_mask(_packed(T), _packed(S, first=0))
     if T == S:
@@ -78,8 +78,8 @@ def test_the_kernels_are_attention_and_its_gradient(shape: tuple[int, ...]) -> N
     )
 
 
-def test_bfloat16_is_about_as_exact_as_plain_attention() -> None:
-    """The kernel also rounds the scores' gradient, for its products, as flash attention does."""
+def test_bfloat16_is_nearly_as_exact_as_the_reference_implementation() -> None:
+    """Like flash attention, the kernel also rounds the gradient of the scores for its matmuls."""
     mask = attention_mask(_packed(33), _packed(33), causal=True)
     inputs = _inputs(33, 33, 64, 64, jnp.bfloat16)
     exact = _with_gradients(dot_product_attention, mask, [x.astype(np.float32) for x in inputs])
@@ -88,13 +88,14 @@ def test_bfloat16_is_about_as_exact_as_plain_attention() -> None:
         assert np.linalg.norm(x - expected) < 1.3 * np.linalg.norm(other - expected)
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize("d_v", [16, 32])
-@pytest.mark.parametrize("memory", [False, True])
-def test_merged_projections_are_separate_ones(
+@pytest.mark.parametrize(
+    ("memory", "d_v", "use_bias"),
+    [(False, 16, False), (False, 32, True), (True, 16, True), (True, 32, False)],
+)
+def test_merged_projections_equal_separate_projections(
     memory: bool, d_v: int, use_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In self-attention and cross-attention: results, and gradients by inputs and parameters."""
+    """Results and gradients of self-attention and cross-attention."""
     layer = MultiHeadAttention(
         32, 2, d_k=16, d_v=d_v, use_bias=use_bias, dtype=jnp.float32, rngs=nnx.Rngs(0)
     )
@@ -122,7 +123,7 @@ def test_merged_projections_are_separate_ones(
     )
 
 
-def test_a_query_that_sees_nothing_has_equal_weights_and_no_gradient() -> None:
+def test_a_fully_masked_query_has_equal_weights_and_no_gradient() -> None:
     inputs = _inputs(20, 20, 16, 16)
     mask = np.zeros((2, 1, 20, 20), bool)
     out, d_q, d_k, _ = _with_gradients(_kernel, mask, inputs)
@@ -132,7 +133,7 @@ def test_a_query_that_sees_nothing_has_equal_weights_and_no_gradient() -> None:
     assert not d_k.any()
 
 
-def test_a_layer_may_be_recomputed() -> None:
+def test_activation_checkpointing_gives_the_same_bits() -> None:
     inputs, mask = _inputs(16, 16, 16, 16), np.ones((2, 1, 16, 16), bool)
     once = _with_gradients(_kernel, mask, inputs)
     again = _with_gradients(jax.checkpoint(_kernel), mask, inputs)
@@ -141,7 +142,7 @@ def test_a_layer_may_be_recomputed() -> None:
 
 
 @pytest.mark.devices(4)
-def test_devices_share_rows_and_heads_and_pass_nothing() -> None:
+def test_devices_share_rows_and_heads_without_communication() -> None:
     mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
     mask = attention_mask(_packed(24), _packed(24), causal=True)
     inputs = _inputs(24, 24, 16, 16)
@@ -169,7 +170,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kernels(attention: Callable[..., Any], *arrays: jax.Array, platform: str = "cuda") -> int:
-    """How many kernels a program has that was lowered for a GPU which is not here."""
+    """Count the kernels in a program lowered for an absent GPU."""
     gpu = AbstractDevice("NVIDIA H200", 132, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         lowered = jax.jit(attention).trace(*arrays).lower(lowering_platforms=(platform,))
@@ -177,7 +178,7 @@ def _kernels(attention: Callable[..., Any], *arrays: jax.Array, platform: str = 
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -> None:
+def test_the_kernel_is_selected_for_bfloat16_without_attention_dropout() -> None:
     q, k, v, _ = _inputs(50, 24, 64, 64, jnp.bfloat16)
     inputs = q, k, v, np.ones((2, 1, 50, 24), bool)
 
@@ -188,7 +189,7 @@ def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -
         return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
     assert _kernels(dot_product_attention, *inputs) == 1
-    assert _kernels(gradients, *inputs) == 1  # the result itself is not asked for
+    assert _kernels(gradients, *inputs) == 1  # the result itself is not needed
     assert _kernels(partial(dot_product_attention, module=mock.Mock()), *inputs) == 0
     drop = partial(dot_product_attention, dropout_rate=0.1, dropout_key=jax.random.key(0))
     assert _kernels(drop, *inputs) == 0
@@ -196,7 +197,7 @@ def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -
 
 
 def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> bool:
-    """Whether the kernel computes attention for T, S, d_k, d_v with 2 rows and 2 heads."""
+    """Check whether the kernel is selected for T, S, d_k, d_v with 2 rows and 2 heads."""
     T, S, d_k, d_v = shape
     q, k, v = (
         jax.ShapeDtypeStruct((2, length, 2, width), dtype)
@@ -206,8 +207,8 @@ def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> bool:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_layer_multiplies_each_input_once_on_a_gpu() -> None:
-    """One matmul projects to queries, keys and values: with that of the output there are two."""
+def test_a_layer_has_two_matmuls_on_a_gpu() -> None:
+    """One computes queries, keys and values; one computes the output."""
     layer = MultiHeadAttention(32, 2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     mask = np.ones((2, 1, 13, 13), bool)
     x = np.ones((2, 13, 32), jnp.bfloat16)
@@ -220,7 +221,7 @@ def test_a_layer_multiplies_each_input_once_on_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_kernels_are_chosen_by_length_width_type_and_devices(
+def test_kernels_are_selected_by_length_width_dtype_and_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert _chosen(64, 7, 64, 32)
@@ -238,7 +239,7 @@ def test_kernels_are_chosen_by_length_width_type_and_devices(
 
     gpu("9.0")
     assert _chosen(64, 7, 64, 32)
-    for other in ("7.5", "gfx942"):  # without products in bfloat16; AMD's
+    for other in ("7.5", "gfx942"):  # no bfloat16 matmuls; AMD
         gpu(other)
         assert not _chosen(64, 7, 64, 32)
     gpu("9.0")
@@ -247,7 +248,7 @@ def test_kernels_are_chosen_by_length_width_type_and_devices(
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_where_a_gpu_computes_on_its_cpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_computations_on_a_gpu_machine_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = attention_mask(_packed(24), _packed(24))
     inputs = _inputs(24, 24, 16, 16, jnp.bfloat16)
     chosen = _with_gradients(jax.jit(dot_product_attention), mask, inputs)

@@ -34,15 +34,13 @@ def test_dropout_without_a_key_or_rate_is_the_identity() -> None:
     assert dropout(x, 0.0, jax.random.key(0)) is x
 
 
-def test_the_bits_stay_what_they_were() -> None:
+def test_masks_of_a_key_never_change() -> None:
     kept = (dropped(np.ones((3, 5), np.float32), 0.5, jax.random.key(0)) != 0).astype(int)
     np.testing.assert_array_equal(kept, [[0, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 1, 0, 1]])
 
 
-def test_every_random_bit_is_fair_and_drawn_for_itself() -> None:
-    """Each quarter of the last axis has a random half word of its own: the rate is exact in all,
-    and no two agree more often than chance has it.
-    """
+def test_random_bits_are_unbiased_and_independent() -> None:
+    """Each quarter of the last axis uses its own half of a random word."""
     keys = DropoutKeys(jax.random.key(0))
     masks = np.stack([kept((64, 16, 256), 0.3, keys()) for _ in range(3)])
     quarters = np.moveaxis(masks.reshape(3, 64, 16, 4, 64), 3, 1).reshape(12, -1)
@@ -61,7 +59,7 @@ def test_rates_are_exact_to_one_in_65536(rate: float) -> None:
     assert share == pytest.approx(rate, abs=4 * (2**-16 / 2**22) ** 0.5)
 
 
-def test_each_call_draws_a_mask_of_its_own_and_none_where_the_rate_is_0() -> None:
+def test_each_call_draws_a_new_mask_unless_the_rate_is_0() -> None:
     ones, keys, key = jnp.ones((3, 5)), DropoutKeys(jax.random.key(0)), jax.random.key(0)
     assert dropout(ones, 0.0, keys) is ones
     first, second = dropout(ones, 0.5, keys), dropout(ones, 0.5, keys)
@@ -71,7 +69,7 @@ def test_each_call_draws_a_mask_of_its_own_and_none_where_the_rate_is_0() -> Non
 
 
 @pytest.mark.parametrize("key", [0, nnx.Rngs(0)], ids=["seed", "Rngs"])
-def test_what_is_no_random_key_is_refused(key: Any) -> None:
+def test_invalid_random_keys(key: Any) -> None:
     config = ModelConfig(d_model=8, num_heads=2, d_ff=8)
     layer = nnx.eval_shape(lambda: EncoderLayer(config, rngs=nnx.Rngs(0)))
     for module in (partial(dropout, jnp.ones(3), 0.5), partial(layer, jnp.ones((1, 3, 8)), None)):

@@ -14,7 +14,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.model.layers import FeedForward, relu
 
 
-def test_relu_is_jax_relu_with_gradient_0_at_0() -> None:
+def test_relu_equals_jax_relu_with_gradient_0_at_0() -> None:
     x = jnp.array([-2.0, -0.0, 0.0, 1e-30, 3.0, jnp.inf])
     for function in (relu, jax.jit(relu)):
         np.testing.assert_array_equal(function(x), jax.nn.relu(x))
@@ -24,7 +24,7 @@ def test_relu_is_jax_relu_with_gradient_0_at_0() -> None:
     np.testing.assert_array_equal(tangent, [0, 0, 0, 5, 5, 5])
 
 
-def test_swiglu_is_its_formula() -> None:
+def test_swiglu_equals_its_formula() -> None:
     config = ModelConfig(d_model=8, d_ff=6, activation="swiglu", feed_forward_bias=False)
     layer = FeedForward(dataclasses.replace(config, dtype="float32"), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 3, 8))
@@ -39,7 +39,7 @@ def test_swiglu_is_its_formula() -> None:
     )
 
 
-def test_gelu_is_exact_and_gelu_tanh_its_approximation() -> None:
+def test_gelu_is_exact_and_gelu_tanh_approximates_it() -> None:
     x = jnp.linspace(-4, 4, 12)[None, :, None]
 
     def out(activation: Literal["gelu", "gelu_tanh"]) -> np.ndarray:

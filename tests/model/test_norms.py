@@ -16,8 +16,8 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("epsilon", [1e-6, 0.5])
-def test_layer_norm_is_its_formula(epsilon: float) -> None:
-    """Epsilon stands under the root, which shows where the variance is as small."""
+def test_layer_norm_equals_its_formula(epsilon: float) -> None:
+    """A large epsilon shows that it is added to the variance, inside the square root."""
     x = normal(np.random.default_rng(0), 2, 3, 8) / 2
     scale, bias = np.arange(1, 9, dtype=np.float32), np.arange(8, dtype=np.float32)
     norm = LayerNorm(8, epsilon=epsilon)
@@ -34,17 +34,20 @@ def test_layer_norm_is_its_formula(epsilon: float) -> None:
 
 
 def _plain_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) -> jax.Array:
-    """The formula, to be differentiated by JAX."""
+    """The formula, which JAX can differentiate."""
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
     shape = (1,) * (x.ndim - 1) + (-1,)
     normal = (x - mean) / jnp.sqrt(variance + epsilon)
     return normal * scale.reshape(shape) + bias.reshape(shape)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 1, 3, 16)], ids=str)
-def test_gradient_of_layer_norm_is_that_of_its_formula(shape: tuple[int, ...], remat: bool) -> None:
-    """Against the formula in float64, for mean and scale unlike 0 and 1."""
+@pytest.mark.parametrize(
+    ("shape", "remat"),
+    [((16,), False), ((2, 3, 16), False), ((2, 3, 16), True), ((2, 1, 3, 16), False)],
+    ids=str,
+)
+def test_gradient_of_layer_norm_equals_the_formulas(shape: tuple[int, ...], remat: bool) -> None:
+    """The formula runs in float64. Inputs and scales have means other than 0 and 1."""
     rng = np.random.default_rng(0)
     x, weights = 3 * normal(rng, *shape) + 2, normal(rng, *shape)
     scale, bias = 1 + normal(rng, 16), normal(rng, 16)
@@ -69,7 +72,7 @@ def test_gradient_of_layer_norm_is_that_of_its_formula(shape: tuple[int, ...], r
         np.testing.assert_allclose(gradient, wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_second_derivatives_of_layer_norm_are_its_differences() -> None:
+def test_second_derivatives_of_layer_norm_equal_finite_differences() -> None:
     rng = np.random.default_rng(0)
     inputs = 3 * normal(rng, 2, 3, 16) + 2, 1 + normal(rng, 16), normal(rng, 16)
     weights = normal(rng, 2, 3, 16)
@@ -82,8 +85,7 @@ def test_second_derivatives_of_layer_norm_are_its_differences() -> None:
     check_grads(jax.jit(ours), inputs, order=2, modes=("fwd", "rev"), atol=0.02, rtol=0.02)
 
 
-def test_layer_norm_in_bfloat16_has_gradients_of_float32() -> None:
-    """They are rounded once, at the end."""
+def test_layer_norm_gradients_in_bfloat16_are_rounded_once() -> None:
     rng = np.random.default_rng(0)
     x, weights = (normal(rng, 4, 64).astype(jnp.bfloat16) for _ in range(2))
     norm, weights = LayerNorm(64), weights.astype(np.float32)
@@ -97,7 +99,7 @@ def test_layer_norm_in_bfloat16_has_gradients_of_float32() -> None:
     np.testing.assert_allclose(low.astype(np.float32), exact, rtol=2**-8, atol=1e-6)
 
 
-def test_rms_norm_is_its_formula() -> None:
+def test_rms_norm_equals_its_formula() -> None:
     x = 3 * normal(np.random.default_rng(0), 2, 3, 8) + 1
     norm = RMSNorm(8, epsilon=0.5)
     norm.scale[...] = jnp.arange(1.0, 9.0)

@@ -1,4 +1,4 @@
-"""Properties of the Transformer: causality, padding, packing, cached decoding, parameter counts."""
+"""Transformer: causality, padding, packing, cached decoding, dropout, attention weights."""
 
 import dataclasses
 import functools
@@ -18,7 +18,6 @@ from random_weights import random_transformer
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.kv_cache import DecoderCache
-from transformer_jax.model.positions import segment_positions
 from transformer_jax.model.transformer import AttentionWeights, Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 
@@ -41,21 +40,19 @@ VARIANTS = {
         "num_decoder_layers": 1,
         "activation": "silu",
     },
-    "split, remat": {"positions": "split", "remat": True},
-    "as nn.Transformer": {"final_norm": True, "attention_bias": True, "activation": "gelu"},
+    "as nn.Transformer, deep decoder": {
+        "final_norm": True,
+        "attention_bias": True,
+        "activation": "gelu",
+        "num_decoder_layers": 2,
+    },
+    "split, remat": {"positions": "split", "activation": "gelu_tanh", "remat": True},
     "no biases": {
         "feed_forward_bias": False,
         "norm_bias": False,
         "tie_embeddings": "embeddings",
     },
-    "modern": {
-        "norm": "pre",
-        "norm_type": "rms",
-        "activation": "swiglu",
-        "d_v": 5,
-    },
-    "gelu by tanh, remat": {"activation": "gelu_tanh", "remat": True},
-    "a deeper decoder": {"num_layers": 2, "num_decoder_layers": 3},
+    "modern": {"norm": "pre", "norm_type": "rms", "activation": "swiglu", "d_v": 5},
 }
 
 
@@ -78,7 +75,7 @@ def tokens(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def changed(array: np.ndarray, *changes: tuple[object, int]) -> np.ndarray:
-    """A copy with other values at some places."""
+    """A copy with other values at some positions."""
     array = array.copy()
     for place, value in changes:
         array[place] = value
@@ -88,7 +85,7 @@ def changed(array: np.ndarray, *changes: tuple[object, int]) -> np.ndarray:
 def start_cache(
     backend: str, model: Transformer, source: np.ndarray, **settings: object
 ) -> DecoderCache:
-    """As it is kept there, to be run here."""
+    """Start the cache in the layout for ``backend``, to be used on a CPU."""
 
     @jax.jit
     def start(source: jax.Array) -> DecoderCache:
@@ -101,7 +98,7 @@ def start_cache(
 def check_cached_steps(
     model: Transformer, source: np.ndarray, target: np.ndarray, *, backend: str = "cpu"
 ) -> None:
-    """Also of padded rows, as far as their targets go."""
+    """Compare decoding steps with teacher forcing at all real target positions."""
     rows, length = target.shape
     logits = run(model, source, target)
     cache = start_cache(backend, model, source, beam_size=2, max_length=length)
@@ -116,7 +113,7 @@ def check_cached_steps(
         last = np.repeat(target[:, t : t + 1], 2, axis=1)
 
 
-# A row of each length, and one of padding alone.
+# A full row, a padded row, and a row of padding only.
 SOURCE = changed(tokens(3, 7), (np.s_[1, 4:], 0), (2, 0))
 TARGET = changed(tokens(3, 6, seed=1), (np.s_[1, 3:], 0), (2, 0))
 
@@ -126,15 +123,15 @@ def test_cached_step_equals_teacher_forcing(changes: dict) -> None:
     check_cached_steps(build(**changes), SOURCE, TARGET)
 
 
-@pytest.mark.parametrize("name", ["target-tied, narrow keys", "modern", "a deeper decoder"])
+@pytest.mark.parametrize("name", ["target-tied, narrow keys", "as nn.Transformer, deep decoder"])
 def test_cached_step_of_a_gpu_equals_teacher_forcing(name: str) -> None:
-    """There keys are kept in another order; here of other widths and in other numbers of layers."""
+    """GPUs store keys in another order."""
     check_cached_steps(build(**VARIANTS[name]), SOURCE, TARGET, backend="gpu")
 
 
 def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> None:
-    # Blocks of self-attention end at 16, 32, 48, 64, 128 and 140, of the memory at 32, 64, 128 and
-    # 135.
+    # Blocks end at 16, 32, 48, 64, 128 and 140 in self-attention, at 32, 64, 128 and 135 in
+    # cross-attention.
     source = changed(tokens(3, 135), (np.s_[1, 4:], 0), (np.s_[2, 70:], 0))
     check_cached_steps(build(), source, tokens(3, 140, seed=1))
 
@@ -163,9 +160,8 @@ def test_reordered_cache_follows_each_beams_own_history(backend: str) -> None:
         cache, last = reorder(cache, parents), chosen
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_no_position_sees_a_later_target(norm: str) -> None:
-    model = build(norm=norm)
+def test_no_position_sees_a_later_target() -> None:
+    model = build(norm="pre")
     source, target = tokens(1, 5), tokens(1, 6, seed=1)
 
     @jax.jit
@@ -187,10 +183,13 @@ def test_prediction_ignores_its_own_and_later_labels() -> None:
     assert not np.allclose(before[:1, 4:], after[:1, 4:])
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_padding_changes_nothing(changes: dict) -> None:
-    padded = run(build(**changes), SOURCE, TARGET)
-    alone = run(build(**changes), SOURCE[1:2, :4], TARGET[1:2, :3])
+@pytest.mark.parametrize(
+    "name", ["paper", "learned, deep encoder", "split, remat", "no biases", "modern"]
+)
+def test_padding_changes_nothing(name: str) -> None:
+    model = build(**VARIANTS[name])
+    padded = run(model, SOURCE, TARGET)
+    alone = run(model, SOURCE[1:2, :4], TARGET[1:2, :3])
     np.testing.assert_allclose(padded[1:2, :3], alone, rtol=1e-5, atol=1e-5)
 
 
@@ -210,7 +209,7 @@ def test_packed_rows_equal_separate_rows() -> None:
     np.testing.assert_allclose(packed[0, 4:6], separate[1, :2], rtol=1e-5, atol=1e-5)
 
 
-def test_packed_rows_may_be_longer_than_the_learned_positions() -> None:
+def test_packed_rows_can_exceed_the_learned_positions() -> None:
     model = build(positions="learned", max_positions=6)
     segments = np.array([[1] * 5 + [2] * 5, [1] * 3 + [0] * 7])
     packed = {"source_segments_BS": segments, "target_segments_BT": segments}
@@ -241,7 +240,7 @@ def test_dropout_needs_a_key_and_is_repeatable() -> None:
     np.testing.assert_array_equal(dropped, again)
 
 
-def test_dropout_is_the_same_where_layers_are_recomputed() -> None:
+def test_activation_checkpointing_repeats_dropout() -> None:
     key = jax.random.key(1)
     plain, recomputed = (
         run(build(**RATES, remat=remat), SOURCE, TARGET, dropout_key=key) for remat in (False, True)
@@ -250,21 +249,21 @@ def test_dropout_is_the_same_where_layers_are_recomputed() -> None:
 
 
 @pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "feed_forward_dropout"])
-def test_each_dropout_drops_by_itself(rate: str) -> None:
+def test_each_kind_of_dropout_works_alone(rate: str) -> None:
     model = build(**{"dropout": 0.0, rate: 0.5})
     dropped = run(model, SOURCE, TARGET, dropout_key=jax.random.key(1))
     assert not np.allclose(dropped, run(build(dropout=0.0), SOURCE, TARGET))
     assert not np.allclose(dropped, run(model, SOURCE, TARGET, dropout_key=jax.random.key(2)))
 
 
-def test_learned_positions_end_with_a_clear_error() -> None:
+def test_too_many_learned_positions_are_an_error() -> None:
     with pytest.raises(
         UserError, match=r"has 13 positions; expected at most 12, the number of learned positions"
     ):
         run(build(**VARIANTS["learned, deep encoder"]), tokens(1, 13), tokens(1, 3))
 
 
-def test_computing_in_bfloat16_keeps_parameters_and_logits_in_float32() -> None:
+def test_bfloat16_models_have_float32_parameters_and_logits() -> None:
     model = build(dtype="bfloat16")
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     logits = run(model, SOURCE, TARGET)
@@ -283,17 +282,15 @@ SOURCE_BS = padded([[4, 5, 6, 7, 8], [9], []], 8)
 TARGET_BT = padded([[7, 7, 4], [5, 6, 8, 9, 4], [6]], 7)
 
 
-@functools.cache
-def weights(**changes: object) -> AttentionWeights:
+@pytest.mark.parametrize(
+    "name", ["as nn.Transformer, deep decoder", "split, remat", "no biases", "modern"]
+)
+def test_attention_weights_of_every_layer_and_head(name: str) -> None:
+    """Weights of real tokens sum to 1; padding and later targets get 0."""
+    model = build(**VARIANTS[name])
     look = nnx.jit(lambda model, *sides: model.attention_weights(*sides))
-    return jax.tree.map(np.asarray, look(build(**changes), SOURCE_BS, TARGET_BT))
-
-
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_attention_weights_of_every_layer_and_head(changes: dict) -> None:
-    """Rows of real tokens sum to 1, padding has and gets none, later targets get none."""
-    found = weights(**changes)
-    config = build(**changes).config
+    found = jax.tree.map(np.asarray, look(model, SOURCE_BS, TARGET_BT))
+    config = model.config
     layers = config.decoder_layers
     assert [len(part) for part in found] == [config.num_layers, layers, layers]
     for part, rows, columns in (
@@ -312,19 +309,7 @@ def test_attention_weights_of_every_layer_and_head(changes: dict) -> None:
         assert (layer == np.tril(layer)).all()
 
 
-def test_attention_weights_are_equation_1_in_each_head() -> None:
-    model = build()
-    segments = (SOURCE_BS != PAD_ID).astype(np.int32)
-    x = model.target_embedding(SOURCE_BS, segment_positions(segments), num_positions=8)
-    attention = model.encoder.layers[0].self_attention
-    q, k = (np.einsum("BLD,DHK->BLHK", x, p.kernel[...]) for p in (attention.query, attention.key))
-    for head in range(2):
-        scores = q[0, :6, head] @ k[0, :6, head].T / np.sqrt(8)
-        by_hand = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(weights().encoder[0][0, head, :6, :6], by_hand, rtol=1e-5)
-
-
-def test_weights_that_are_not_used_are_not_computed() -> None:
+def test_unused_attention_weights_are_not_computed() -> None:
     model = build(num_layers=2)
 
     def flops(choose: Callable[[AttentionWeights], object]) -> float:
@@ -336,8 +321,8 @@ def test_weights_that_are_not_used_are_not_computed() -> None:
     assert flops(lambda found: found.encoder[0]) < 0.3 * everything
 
 
-def test_token_ids_outside_the_vocabulary_are_found_when_asked_for() -> None:
-    """Off by default: ``checkify``'s index checks find them on any device."""
+def test_checkify_finds_token_ids_outside_the_vocabulary() -> None:
+    """Its index checks work on any device and are off by default."""
     model, source, target = build(), tokens(1, 5), tokens(1, 6)
     check = jax.jit(checkify.checkify(model.__call__, errors=checkify.index_checks))
     assert check(source, target)[0].get() is None
@@ -348,8 +333,8 @@ def test_token_ids_outside_the_vocabulary_are_found_when_asked_for() -> None:
         assert check(source, changed(target, (np.s_[0, 2], wrong)))[0].get() is not None
 
 
-def test_the_model_imports_no_more_than_flax_does() -> None:
-    """So that one module is light to import into another project."""
+def test_the_model_imports_little_beyond_flax() -> None:
+    """Other projects can import single modules cheaply."""
     code = """
 import sys, jax, numpy, flax.nnx
 before = {name.split(".")[0] for name in sys.modules}

@@ -29,7 +29,7 @@ def treebank(tmp_path: Path) -> Path:
 
 
 def productions(parse: Parse) -> set[tuple[str, str]]:
-    """Every label with the labels and tags inside it, found by folding the innermost brackets."""
+    """Each label with the labels and tags inside it, found by folding innermost brackets."""
     text, found = re.sub(r"\((\S+) [^\s()]+\)", r"\1", str(parse)), set()
     while inner := re.search(r"\((\S+) ([^()]+)\)", text):
         found.add((inner[1], inner[2]))
@@ -37,7 +37,7 @@ def productions(parse: Parse) -> set[tuple[str, str]]:
     return found
 
 
-def test_a_seed_gives_the_same_trees_of_a_language_and_others_do_not() -> None:
+def test_trees_depend_on_language_and_seed_alone() -> None:
     def trees(language: int, seed: int) -> list[Parse]:
         return list(islice(Language(language).trees(seed), 20))
 
@@ -49,7 +49,7 @@ def test_a_seed_gives_the_same_trees_of_a_language_and_others_do_not() -> None:
     assert trees(0, 1)[0].words != trees(1, 1)[0].words
 
 
-def test_made_up_trees_are_whole_and_of_few_rules_and_many_words() -> None:
+def test_a_language_has_few_rules_and_many_words() -> None:
     trees = list(islice(Language(0).trees(1), 3000))
     for parse in trees:
         assert 5 <= len(parse.words) <= 30
@@ -62,7 +62,7 @@ def test_made_up_trees_are_whole_and_of_few_rules_and_many_words() -> None:
     assert len(set().union(*map(productions, trees))) <= 32 * 4
 
 
-def test_recombined_trees_have_the_rules_of_the_treebank_and_are_new(treebank: Path) -> None:
+def test_recombined_trees_are_new_but_follow_the_rules_of_the_treebank(treebank: Path) -> None:
     given = list(read_parses(treebank))
     trees = list(islice(recombined(given, 1), 200))
     assert trees == list(islice(recombined(given, 1), 200))
@@ -75,7 +75,7 @@ def test_recombined_trees_have_the_rules_of_the_treebank_and_are_new(treebank: P
     assert len(set(trees) - set(given)) > 20
 
 
-def test_the_program_writes_what_training_reads_and_restores_it(
+def test_generated_files_restore_to_their_trees(
     treebank: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = f"{treebank.parent}/new/train"
@@ -104,20 +104,3 @@ def test_each_bracket_is_one_token(config: str) -> None:
     for _, sequence in pairs:
         (ids,) = tokenizer.target.encode([sequence])
         assert len(ids) == len(sequence.split()) and tokenizer.target.decode(ids) == sequence
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--trees 0", "trees is 0; expected 1 or more"),
-        ("--trees 1 --like {0}/none.mrg", "none.mrg"),
-        ("--trees 1 --like {0}/empty.mrg", "No trees"),
-    ],
-)
-def test_wrong_input_is_named(
-    tmp_path: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty.mrg").write_text("")
-    assert main(["generate", "--output", f"{tmp_path}/x", *arguments.format(tmp_path).split()]) == 2
-    assert message in capsys.readouterr().err.replace("\n", " ")
-    assert not list(tmp_path.glob("x.*"))

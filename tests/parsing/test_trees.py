@@ -29,7 +29,7 @@ PENN = """
 
 
 def parse_tree(draw: st.DrawFn, start: int, end: int, depth: int) -> Iterator[Constituent]:
-    """Constituents over these words, in the order in which they open."""
+    """Constituents over these words, in order of their opening brackets."""
     for _ in range(draw(st.integers(0 if depth else 1, 2))):
         yield Constituent(draw(st.sampled_from(["S", "NP", "VP", "PRT"])), start, end)
     while depth < 4 and start < end:
@@ -49,7 +49,7 @@ def parses(draw: st.DrawFn) -> Parse:
 
 @settings(deadline=None)
 @given(st.lists(parses(), max_size=3))
-def test_a_treebank_that_is_written_is_read_back(
+def test_round_trip_through_a_treebank_file(
     tmp_path_factory: pytest.TempPathFactory, written: list[Parse]
 ) -> None:
     path = tmp_path_factory.mktemp("trees") / "trees.mrg"
@@ -59,7 +59,7 @@ def test_a_treebank_that_is_written_is_read_back(
 
 @settings(deadline=None)
 @given(parses())
-def test_the_sequence_of_a_tree_gives_the_tree(parse: Parse) -> None:
+def test_round_trip_through_a_sequence(parse: Parse) -> None:
     restored, faultless = from_sequence(parse.words, parse.sequence())
     assert faultless
     assert (restored.words, restored.constituents) == (parse.words, parse.constituents)
@@ -77,7 +77,7 @@ def test_the_sequence_of_a_tree_gives_the_tree(parse: Parse) -> None:
         st.sampled_from(["(S", "(NP", ")S", ")NP", "XX", "?", "(", ")", "((S", "(S)"]), max_size=14
     ),
 )
-def test_any_sequence_gives_a_tree_and_a_whole_one_is_told_from_others(
+def test_any_sequence_gives_a_tree_and_malformed_ones_are_detected(
     count: int, tokens: list[str]
 ) -> None:
     words = [f"w{i}" for i in range(count)]
@@ -90,7 +90,7 @@ def test_any_sequence_gives_a_tree_and_a_whole_one_is_told_from_others(
     )
 
 
-def test_penn_trees_lose_traces_functions_and_the_root(tmp_path: Path) -> None:
+def test_traces_function_tags_and_the_root_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "penn.mrg"
     path.write_text(PENN)
     (parse,) = read_parses(path)
@@ -102,17 +102,19 @@ def test_penn_trees_lose_traces_functions_and_the_root(tmp_path: Path) -> None:
     assert str(parse).startswith("( (S (NP (NNP John)) (VP (VBZ has) (NP (DT a) (NN dog))")
 
 
-def test_a_faulty_sequence_keeps_what_is_sound() -> None:
+def test_a_malformed_sequence_keeps_its_well_formed_constituents() -> None:
     words = ["John", "has", "a", "dog", "."]
-    # a word too few
-    assert from_sequence(words, "(S (NP XX )NP (VP XX (NP XX XX )NP )VP )S")[0].sequence() == (
-        "(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S"
-    )
-    assert (
-        from_sequence(words, "(S (NP XX )VP (VP XX XX XX XX XX XX")[0].sequence()
-        == "(S (NP XX )NP (VP XX XX XX XX )VP )S"
-    )
-    assert from_sequence(words, "")[0].constituents == ()
+    for sequence, restored in (
+        # one word too few
+        (
+            "(S (NP XX )NP (VP XX (NP XX XX )NP )VP )S",
+            "(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S",
+        ),
+        # a wrong label, no closing brackets and too many words
+        ("(S (NP XX )VP (VP XX XX XX XX XX XX", "(S (NP XX )NP (VP XX XX XX XX )VP )S"),
+        ("", "XX XX XX XX XX"),
+    ):
+        assert from_sequence(words, sequence)[0].sequence() == restored
 
 
 @pytest.mark.parametrize(
@@ -125,18 +127,14 @@ def test_a_faulty_sequence_keeps_what_is_sound() -> None:
         ("(S (NN dog (NN cat)))", "line 1: \\( after the word 'dog'"),
         ("(S (NP))", "line 1: \\(NP\\) has no word"),
         ("(S ())", "line 1: \\(\\) has no word"),
-        (
-            "(S\n(NN dog)",
-            "line 1: the tree that starts here lacks 1 of its closing brackets",
-        ),
-        # the trees after it are taken for constituents of it
-        (
-            "(S (A a))\n(S (A a)\n(S (A a))\n",
-            "line 2: the tree that starts here lacks 1 of its closing brackets",
-        ),
+        ("(S\n(NN dog)", "line 1: the tree that starts here lacks 1 of its closing brackets"),
+        # the next tree is read as one of its constituents
+        ("(S (A a))\n(S (A a)\n(S (A a))\n", "line 2: the tree that starts here lacks 1 of its"),
     ],
 )
-def test_what_is_no_tree_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_malformed_tree_is_an_error_with_its_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "bad.mrg"
     path.write_text(text)
     with pytest.raises(UserError, match=f"bad.mrg, {message}.*expected trees such as"):

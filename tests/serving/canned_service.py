@@ -30,7 +30,7 @@ GERMAN = {
 
 
 class CannedService:
-    """Sentences become upper case (some become German); attributes say how it behaves."""
+    """Translates sentences to upper case, a few to German. Attributes control its behavior."""
 
     def __init__(self, port: int = 0) -> None:
         self.languages: Any = LANGUAGES
@@ -38,16 +38,16 @@ class CannedService:
         self.beam_size = 4
         self.max_characters = 20_000
         self.busy = 0
-        """How many requests to answer with 503, queue full."""
+        """Number of requests to reject with 503, queue full."""
         self.breaks = False
-        """Whether streams end after a sentence."""
+        """True: the connection ends after one sentence."""
         self.fails = False
-        """Whether streams end with an event of an error."""
+        """True: streams end with an error event."""
         self.steps: threading.Semaphore | None = None
-        """Each sentence takes one, if there are steps."""
+        """If set, each sentence waits for a release."""
         self.requests: list[dict[str, Any]] = []
         self.vanished = 0
-        """How many clients went away before their answer was complete."""
+        """Number of clients that disconnected before their response was complete."""
         self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -61,7 +61,7 @@ class CannedService:
         self._server.server_close()
 
     def refusal(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
-        """The status and body of a request that is not answered, or None."""
+        """The status and body of an error response, or None."""
         asked, most, limit = request["alternatives"], self.beam_size - 1, self.max_characters
         if self.status != "ok":
             return 503, {"error": f"The server is {self.status}; try again later."}
@@ -76,7 +76,7 @@ class CannedService:
         return None
 
     def sentences(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The answer to a request, sentence by sentence."""
+        """Yield the translated sentences of a request."""
         found = re.finditer(r"(\s*)(\S.*?(?:[.!?](?=\s)|$))", request["q"], re.MULTILINE)
         for index, (before, source) in enumerate(match.groups() for match in found):
             best = GERMAN.get(source, source.upper())
@@ -90,9 +90,9 @@ class CannedService:
 
 
 def _tokens(text: str) -> list[str]:
-    """Pieces of at most four characters; "▁" begins a word."""
+    """Split into subwords of up to four characters; "▁" begins a word."""
     words = [re.findall(r"\w{1,4}|\W", word) for word in text.split()]
-    return [piece for first, *rest in words for piece in (f"▁{first}", *rest)] + ["</s>"]
+    return [token for first, *rest in words for token in (f"▁{first}", *rest)] + ["</s>"]
 
 
 def _hypothesis(source: str, text: str, rank: int) -> dict[str, Any]:

@@ -29,11 +29,11 @@ from transformer_jax.serving.app import App
 from transformer_jax.serving.service import Service
 
 LINES = lines_of_words(60)
-CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=32, batch_size=8)
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=24, batch_size=4)
 
 
 class Reply(NamedTuple):
-    """What the server said."""
+    """An HTTP response."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A running server, and what it serves."""
+    """A running server, its service, and a translator with the same model."""
 
     port: int
     service: Service
@@ -54,11 +54,11 @@ class Server(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Without a slash at its end."""
+        """The base URL without a trailing slash."""
         return f"http://127.0.0.1:{self.port}"
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        """One request by itself."""
+        """Send one request on a new connection."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -69,18 +69,18 @@ class Server(NamedTuple):
             connection.close()
 
     def ask(self, path: str = "/translate", **fields: Any) -> Reply:
-        """A query in JSON, from en to de."""
+        """Send a JSON query, by default from en to de."""
         query = {"source": "en", "target": "de"} | fields
         return self.request("POST", path, json.dumps(query), content_type="application/json")
 
     def ask_form(self, **fields: Any) -> Reply:
-        """A query as a form, from en to de."""
+        """Send a form, by default from en to de."""
         body = urlencode({"source": "en", "target": "de"} | fields, doseq=True)
         kind = "application/x-www-form-urlencoded"
         return self.request("POST", "/translate", body, content_type=kind)
 
     def is_idle(self) -> bool:
-        """Whether soon no sentence has a row, and none waits."""
+        """Wait until no sentence has a row or waits for one; False after 20 s."""
         end = time.monotonic() + 20
         while time.monotonic() < end:
             searches = [model.workers for model in self.service.models.values()]
@@ -93,7 +93,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def serving(service: Service, translator: Translator, **settings: Any) -> Iterator[Server]:
-    """A server of this service until the end of the block."""
+    """Run a server for this service until the end of the block."""
     app = App(service, **{"timeout": 60, **settings}).asgi()
     with answering(app, lifespan="on") as port:
         found = Server(port, service, translator)
@@ -104,7 +104,7 @@ def serving(service: Service, translator: Translator, **settings: Any) -> Iterat
 
 @contextmanager
 def answering(app: Any, **settings: Any) -> Iterator[int]:
-    """The port where uvicorn runs an ASGI application until the end of the block."""
+    """Run an ASGI application with uvicorn until the end of the block. Yields its port."""
     config = uvicorn.Config(app, port=0, **UVICORN, **settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -120,14 +120,14 @@ def answering(app: Any, **settings: Any) -> Iterator[int]:
 
 
 def make_model_to_serve(translator: Translator, **settings: Any) -> AsyncTranslator:
-    """One with the parameters of ``translator``; ``settings`` replace fields of CONFIG."""
+    """Make a model with the parameters of ``translator``; ``settings`` override CONFIG."""
     config = dataclasses.replace(CONFIG, **settings)
     options = {"devices": devices_for_rows(config.batch_size)}
     return AsyncTranslator(Translator(translator.model, translator.tokenizer, config, **options))
 
 
 def write_served_run(folder: Path, translator: Translator) -> None:
-    """A run with one checkpoint, of the model of ``translator``, from en to de."""
+    """Write a run from en to de with one checkpoint, the model of ``translator``."""
     model = translator.model
     train = PairsConfig(source=("train.en",), target=("train.de",))
     config = Config(model=model.config, data=DataConfig(train=train), decoding=CONFIG)
@@ -138,7 +138,7 @@ def write_served_run(folder: Path, translator: Translator) -> None:
 def running(
     command: Sequence[str | Path], folder: Path, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """transformer-serve, ready, and its port; ``command`` begins with how to start it."""
+    """Start transformer-serve with ``command``. Yields it and its port when it is ready."""
     port = free_port()
     flags = ["--port", str(port)]
     with subprocess.Popen(
@@ -154,7 +154,7 @@ def running(
 
 
 def free_port() -> int:
-    """A port that nothing listens at."""
+    """Find a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 

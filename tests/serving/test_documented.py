@@ -29,7 +29,7 @@ class Curl(NamedTuple):
 
 
 def parse(command: str) -> Curl:
-    """A command with the flags of curl that the page uses."""
+    """Parse a curl command that has only flags used in the page."""
     # bash's $'...' has newlines, a file any content
     words = shlex.split(re.sub(r"\$('.*?')", lambda m: m[1].replace("\\n", "%0A"), command))
     assert words.pop(0) == "curl"
@@ -57,9 +57,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_requests_are_answered(server: Server, command: str) -> None:
+def test_documented_requests_work(server: Server, command: str) -> None:
     asked = parse(command)
-    # the model of the tests knows other words
+    # The test model has another vocabulary.
     body = asked.body.replace("prefix=sieb", "prefix=SIX").encode()
     reply = server.request("POST", asked.path, body, content_type=asked.kind)
     assert reply.status == 200, reply
@@ -67,14 +67,14 @@ def test_the_requests_are_answered(server: Server, command: str) -> None:
     assert answer
 
 
-def test_commands_ask_for_every_field_that_a_table_explains() -> None:
+def test_tables_explain_every_field() -> None:
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"\w+", row)}
     assert Query.model_fields.keys() <= named
     assert len(COMMANDS) >= 8
 
 
-def test_the_limits_are_those_of_the_flags() -> None:
+def test_documented_limits_are_the_flags_defaults() -> None:
     rows = re.findall(r"^\| `--([a-z-]+)` \| (\w+)", PAGE, re.MULTILINE)
     defaults = {field.name: field.default for field in dataclasses.fields(Arguments)}
     assert len(rows) == 3
@@ -83,7 +83,7 @@ def test_the_limits_are_those_of_the_flags() -> None:
         assert documented == ("none" if default is None else f"{default:g}"), flag
 
 
-def test_every_figure_is_explained(server: Server) -> None:
+def test_every_metric_is_explained(server: Server) -> None:
     figures = server.request("GET", "/metrics").body.decode()
     names = {family.name for family in text_string_to_metric_families(figures)}
     documented = set(re.findall(r"`((?:transformer|http)_\w+?)(?:_total)?`", PAGE))

@@ -1,17 +1,17 @@
 """The web UI in a browser: displayed results and requests to the server.
 
-Tests that only use ``visit`` work with any server of the HTTP API at ``base_url``.
-Tests that also use ``service`` need canned translations, delays and failures.
+Tests with only ``visit`` work with any server of the HTTP API at ``base_url``. Tests with
+``service`` need canned translations, delays and failures.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import threading
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def base_url(service: CannedService) -> str:
 
 @pytest.fixture
 def visit(browser: Any, base_url: str) -> Iterator[Callable[..., Any]]:
-    """Open the page. In the end nothing has gone wrong in it and no request has left the server."""
+    """Open the page. At the end, check for errors and for requests to other servers."""
     wrong: list[str] = []
 
     def open_page(**options: Any) -> Any:
@@ -58,7 +58,7 @@ def visit(browser: Any, base_url: str) -> Iterator[Callable[..., Any]]:
         return not request.url.startswith((base_url, "data:"))
 
     def is_fault(text: str) -> bool:
-        return "Failed to load resource" not in text  # an error status, as the page shows it
+        return "Failed to load resource" not in text  # an error status, which the page shows
 
     pages: list[Any] = []
     yield open_page
@@ -68,7 +68,7 @@ def visit(browser: Any, base_url: str) -> Iterator[Callable[..., Any]]:
 
 
 def translate(page: Any, text: str) -> list[dict[str, Any]]:
-    """Type a text: the sentences that came, and what came at the end, as they went to the page."""
+    """Type a text. Returns the data of all events: the sentences, then the whole translation."""
     with page.expect_response(lambda r: r.url.endswith("/translate/stream") and r.ok) as answer:
         page.get_by_role("textbox", name="Text").fill(text)
     events = re.findall(r"data: ?(.*)", answer.value.text())
@@ -77,10 +77,10 @@ def translate(page: Any, text: str) -> list[dict[str, Any]]:
 
 
 def word_tokens(tokens: list[str]) -> list[list[int]]:
-    """The places of each word's tokens."""
+    """The indices of each word's tokens."""
     starts = [sum(token.startswith("▁") for token in tokens[: i + 1]) for i in range(len(tokens))]
     places = [i for i, token in enumerate(tokens) if token != "</s>"]
-    return [list(group) for _, group in groupby(places, key=lambda i: starts[i])]
+    return [list(group) for _, group in itertools.groupby(places, key=lambda i: starts[i])]
 
 
 def confidence(sentence: dict[str, Any], places: list[int]) -> float:
@@ -88,7 +88,7 @@ def confidence(sentence: dict[str, Any], places: list[int]) -> float:
 
 
 def weight(sentence: dict[str, Any], places: list[int], source_places: list[int]) -> float:
-    """How much a word looked at a word of the source."""
+    """Mean attention of a word to a source word."""
     looks = [sum(sentence["alignment"][i][j] for j in source_places) for i in places]
     return sum(looks) / len(looks)
 
@@ -103,7 +103,7 @@ def shown(page: Any) -> list[str]:
 
 
 def copied(page: Any) -> str:
-    """What the button copies: it is pasted over the text."""
+    """Copy with the button. Returns the clipboard by pasting it over the text."""
     page.get_by_role("button", name="Copy").click()
     page.get_by_role("textbox", name="Text").focus()
     page.keyboard.press("ControlOrMeta+A")
@@ -111,7 +111,7 @@ def copied(page: Any) -> str:
     return page.get_by_role("textbox", name="Text").input_value()
 
 
-def test_typing_gives_a_translation_with_shades(visit):
+def test_typing_shows_a_translation_with_shading(visit):
     page = visit()
     *sentences, done = translate(page, TEXT)
     assert shown(page) == [sentence["translation"] for sentence in sentences]
@@ -125,13 +125,6 @@ def test_typing_gives_a_translation_with_shades(visit):
             assert (word.get_attribute("title") or "").startswith(f"{int(100 * sure + 0.5)}% sure;")
     assert page.locator("#spoken").inner_text() == " ".join(done["translatedText"].split())
     expect(page.get_by_text(f"{len(TEXT)} characters")).to_be_visible()
-    page.get_by_role("textbox", name="Text").fill("")
-    expect(page.locator(".sentence")).to_have_count(0)
-
-
-def test_the_switch_turns_shades_off(visit):
-    page = visit()
-    *_, _ = translate(page, TEXT)
     word = max(page.locator(".target .word").all(), key=lambda word: style(word, "--doubt"))
 
     def background() -> str:
@@ -141,9 +134,11 @@ def test_the_switch_turns_shades_off(visit):
     page.get_by_role("switch", name="Shading").click()
     assert background() != shaded and background().endswith(("0)", " 0)"))
     expect(page.get_by_text("Confidence")).to_be_hidden()
+    page.get_by_role("textbox", name="Text").fill("")
+    expect(page.locator(".sentence")).to_have_count(0)
 
 
-def test_a_word_shows_what_it_looked_at_and_the_other_way(visit):
+def test_hovering_over_a_word_shows_its_attention(visit):
     page = visit()
     *sentences, _ = translate(page, TEXT)
     sentence, row = sentences[1], page.locator(".sentence").nth(1)
@@ -195,7 +190,7 @@ def test_the_keyboard_reaches_every_word(visit):
     expect(page.get_by_role("textbox", name="Text")).to_be_focused()
     expect(page.locator(".traced")).to_have_count(0)
     page.get_by_role("button", name="Copy").focus()
-    press("Tab", words[1])  # where it was
+    press("Tab", words[1])  # focus stays at the word
     page.keyboard.press("Tab")
     expect(focused).to_have_attribute("aria-expanded", "false")
     outline = focused.evaluate("button => getComputedStyle(button).outlineStyle")
@@ -203,7 +198,7 @@ def test_the_keyboard_reaches_every_word(visit):
     press("Tab", sentences[1]["translation"].split()[0])
 
 
-def test_an_alternative_takes_the_place(visit):
+def test_an_alternative_replaces_the_translation(visit):
     page = visit()
     *sentences, done = translate(page, TEXT)
     hypotheses = sentences[1]["hypotheses"]
@@ -220,7 +215,7 @@ def test_an_alternative_takes_the_place(visit):
     expect(button).to_be_focused()
     assert shown(page)[1] == hypotheses[1]["translation"]
     expect(page.locator("#spoken")).to_have_text(hypotheses[1]["translation"])
-    translate(page, f"{TEXT} And more.")  # what is there stays, and so does the choice
+    translate(page, f"{TEXT} And more.")  # other sentences and the choice stay
     assert shown(page)[1] == hypotheses[1]["translation"]
     page.locator(".target .word").first.focus()
     page.keyboard.press("Enter")
@@ -243,16 +238,16 @@ def test_the_whole_translation_is_copied(visit):
     assert copied(page) == done["translatedText"].replace(sentences[0]["translation"], other, 1)
 
 
-@pytest.mark.parametrize("text", [HOSTILE, f"{FIRST} {HOSTILE}"])
-def test_tags_of_a_text_are_text(visit, text):
+def test_html_in_a_text_is_shown_as_text(visit):
     page = visit()
-    sentences = translate(page, text)[:-1]
-    assert " ".join(page.locator(".source").all_inner_texts()) == text
-    assert shown(page) == [sentence["translation"] for sentence in sentences]
-    assert page.locator("img, b, script:not([src='page.js'])").count() == 0
+    for text in (HOSTILE, f"{FIRST} {HOSTILE}"):
+        sentences = translate(page, text)[:-1]
+        assert " ".join(page.locator(".source").all_inner_texts()) == text
+        assert shown(page) == [sentence["translation"] for sentence in sentences]
+        assert page.locator("img, b, script:not([src='page.js'])").count() == 0
 
 
-def test_every_control_has_a_name_and_the_page_landmarks(visit):
+def test_controls_have_names_and_the_page_has_landmarks(visit):
     page = visit()
     translate(page, TEXT)
     page.get_by_role("button", name="alternative").first.click()
@@ -304,46 +299,43 @@ CONTRASTS = """() => {
 }"""
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
-)
-def test_wide_and_narrow_dark_and_light(visit, width, scheme):
-    page = visit(viewport={"width": width, "height": 800}, color_scheme=scheme)
+def test_contrast_and_layout_in_both_widths_and_color_schemes(visit):
+    page = visit()
     translate(page, f"{TEXT} {HOSTILE} {'long' * 60}.")
     page.get_by_role("button", name="alternative").first.click()
-    page.locator(".target .word").nth(8).hover()
-    lowest = page.evaluate(CONTRASTS)
-    assert len(lowest) > 30 and lowest[0][0] >= 4.5, lowest[:5]
-    page.locator(".source .word").nth(8).hover()
-    lowest = page.evaluate(CONTRASTS)
-    assert lowest[0][0] >= 4.5, lowest[:5]
-    assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
-    text, result = (page.locator(name).bounding_box() for name in ("#text", "#result"))
-    assert (result["y"] > text["y"] + text["height"]) == (width == 390)
-    assert (result["x"] > text["x"] + text["width"]) == (width == 1280)
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
-    assert dark == (scheme == "dark")
+    for width, scheme in itertools.product((1280, 390), ("light", "dark")):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=scheme)
+        for side in ("target", "source"):
+            page.locator(f".{side} .word").nth(8).hover()
+            lowest = page.evaluate(CONTRASTS)
+            assert len(lowest) > 30 and lowest[0][0] >= 4.5, (width, scheme, lowest[:5])
+        assert page.evaluate("document.documentElement.scrollWidth") == width  # no overflow
+        text, result = (page.locator(name).bounding_box() for name in ("#text", "#result"))
+        assert (result["y"] > text["y"] + text["height"]) == (width == 390)
+        assert (result["x"] > text["x"] + text["width"]) == (width == 1280)
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(20, 23, 27)") == (scheme == "dark")
 
 
-def test_forced_colours_and_reduced_motion(visit):
+def test_forced_colors_and_reduced_motion(visit):
     page = visit(forced_colors="active", reduced_motion="reduce")
     translate(page, TEXT)
     page.locator(".target .word").nth(2).hover()
     looked = page.locator(".looked").first
     assert looked.evaluate("word => getComputedStyle(word).outlineStyle") == "solid"
-    assert (
-        page.evaluate("getComputedStyle(document.querySelector('#busy')).animationName") == "none"
-    )
+    animation = page.evaluate("getComputedStyle(document.querySelector('#busy')).animationName")
+    assert animation == "none"
 
 
-def test_sentences_are_shown_as_they_come(visit, service):
+def test_sentences_are_shown_as_they_arrive(visit, service):
     service.steps = threading.Semaphore(1)
     page = visit()
     page.get_by_role("textbox", name="Text").fill(TEXT)
     expect(page.locator(".sentence")).to_have_count(1)
     expect(page.get_by_text("translating …")).to_be_visible()
     expect(page.get_by_role("button", name="Copy")).to_be_disabled()
-    expect(page.get_by_role("status")).to_have_text("")  # only the finished translation is read out
+    expect(page.get_by_role("status")).to_have_text("")  # announced when complete
     service.steps.release()
     expect(page.locator(".sentence")).to_have_count(2)
     service.steps.release()
@@ -360,15 +352,15 @@ TYPE = """(field, text) => {
 }"""
 
 
-def test_typing_on_ends_the_request_and_keys_are_collected(visit, service):
+def test_typing_is_debounced_and_cancels_the_running_request(visit, service):
     service.steps = threading.Semaphore(1)
     page = visit()
     text = page.get_by_role("textbox", name="Text")
-    text.evaluate(TYPE, FIRST)  # faster than the pause after which a request goes
+    text.evaluate(TYPE, FIRST)  # without a pause, so one request
     expect(page.locator(".sentence")).to_have_count(1)
     assert [request["q"] for request in service.requests] == [FIRST]
     text.press_sequentially(f" {SECOND}")
-    expect(page.locator(".old")).to_have_count(1)  # it is translated again
+    expect(page.locator(".old")).to_have_count(1)  # its translation is outdated
     text.press("End")
     text.press_sequentially("..")
     for _ in range(100):
@@ -381,7 +373,7 @@ def test_typing_on_ends_the_request_and_keys_are_collected(visit, service):
     expect(page.locator(".old")).to_have_count(0)
     service.steps = None
     number = len(service.requests)
-    text.press("Control+Enter")  # at once
+    text.press("Control+Enter")  # without waiting
     page.wait_for_timeout(200)
     assert len(service.requests) == number + 1
     assert set(service.requests[-1]) == {
@@ -390,7 +382,7 @@ def test_typing_on_ends_the_request_and_keys_are_collected(visit, service):
 
 
 @pytest.mark.parametrize(("beam_size", "said"), [(2, ["1 alternative for sentence 1"]), (1, [])])
-def test_it_asks_for_as_many_alternatives_as_there_are(visit, service, beam_size, said):
+def test_the_page_finds_the_maximum_number_of_alternatives(visit, service, beam_size, said):
     service.beam_size = beam_size
     page = visit()
     translate(page, FIRST)
@@ -398,10 +390,10 @@ def test_it_asks_for_as_many_alternatives_as_there_are(visit, service, beam_size
     tried = [3, 2, 1] if beam_size == 2 else [3, 2, 1, 0]
     assert [request["alternatives"] for request in service.requests] == tried
     translate(page, SECOND)
-    assert service.requests[-2]["alternatives"] == tried[-1]  # not from the start again
+    assert service.requests[-2]["alternatives"] == tried[-1]  # it remembers
 
 
-def test_a_server_that_compiles_or_is_gone_is_waited_for(visit, service):
+def test_the_page_waits_for_a_compiling_or_missing_server(visit, service):
     service.status = "compiling"
     page = visit()
     message = page.get_by_role("alert")
@@ -475,7 +467,7 @@ def test_languages_are_named_and_can_be_chosen(visit, service):
 
 
 def answer_with(page: Any, *sentences: dict[str, Any]) -> None:
-    """Let the server's next answers be these."""
+    """Replace the server's next responses."""
     events = [f"event: sentence\r\ndata: {json.dumps(sentence)}" for sentence in sentences]
     text = " ".join(sentence["translation"] for sentence in sentences)
     events += [": still here", f"event: done\r\ndata: {json.dumps({'translatedText': text})}"]
@@ -486,58 +478,55 @@ def answer_with(page: Any, *sentences: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("tokens", "translation", "words"),
-    [
-        ("▁Ein ▁Hund ▁ schlä ft . </s>", "Ein Hund schläft.", "Ein Hund schläft."),
-        ("▁Ein </s> ▁Hund </s>", "Ein Hund", "Ein Hund"),
-        ("▁ <0xC3> <0xA4> b ▁c </s>", "äb c", "äb c"),
-        ("▁a <unk> b </s>", "a ⁇ b", "a ⁇ b"),
-        ("▁ 我们 看书 。 </s>", "我们看书。", "我们 看书 。"),
-        ("▁something ▁else </s>", "another text", "another text"),
-        (f"▁{HOSTILE.replace(' ', ' ▁')} </s>", HOSTILE, HOSTILE),
-    ],
-)
-def test_words_of_tokens(visit, tokens, translation, words):
+def one_sentence(**fields: Any) -> dict[str, Any]:
+    return {"index": 0, "before": "", "source": "x", "score": -1.0, "log_prob": -1.0} | fields
+
+
+def test_words_are_made_of_tokens(visit):
     page = visit()
-    tokens = tokens.split()
-    scores = [math.log(0.25)] * len(tokens)
-    sentence = {"index": 0, "before": "", "source": "x", "score": -1.0, "log_prob": -1.0}
-    sentence |= {"translation": translation, "tokens": tokens, "token_scores": scores}
-    answer_with(page, sentence)
-    translate(page, "x")
-    whole = translation == "another text"  # tokens that do not spell it
-    found = page.locator(".target .word")
-    assert found.all_inner_texts() == ([words] if whole else words.split())
-    assert shown(page) == [translation]
-    assert {each.get_attribute("title") for each in found.all()} == {"25% sure"}
-    found.first.hover()
-    expect(page.locator(".looked")).to_have_count(0)  # it says nothing of attention
+    for number, (spelled, translation, words) in enumerate(
+        [
+            ("▁Ein ▁Hund ▁ schlä ft . </s>", "Ein Hund schläft.", ["Ein", "Hund", "schläft."]),
+            ("▁Ein </s> ▁Hund </s>", "Ein Hund", ["Ein", "Hund"]),
+            ("▁ <0xC3> <0xA4> b ▁c </s>", "äb c", ["äb", "c"]),
+            ("▁a <unk> b </s>", "a ⁇ b", ["a", "⁇", "b"]),
+            ("▁ 我们 看书 。 </s>", "我们看书。", ["我们", "看书", "。"]),
+            ("▁something ▁else </s>", "another text", ["another text"]),  # tokens do not match
+            (f"▁{HOSTILE.replace(' ', ' ▁')} </s>", HOSTILE, HOSTILE.split()),
+        ]
+    ):
+        tokens = spelled.split()
+        scores = {"tokens": tokens, "token_scores": [math.log(0.25)] * len(tokens)}
+        source = f"x{number}"
+        answer_with(page, one_sentence(source=source, translation=translation, **scores))
+        translate(page, source)
+        found = page.locator(".target .word")
+        assert found.all_inner_texts() == words
+        assert shown(page) == [translation]
+        assert {each.get_attribute("title") for each in found.all()} == {"25% sure"}
+        found.first.hover()
+        expect(page.locator(".looked")).to_have_count(0)  # the response has no attention
 
 
-@pytest.mark.parametrize(
-    ("source", "source_tokens", "words"),
-    [
-        ("Ein Hund.", "▁ein ▁hund . </s>", "Ein Hund."),  # folded to lower case
-        ("one. two", "▁one <unk> ▁two </s>", "one. two"),
-        ("ﬁ two", "▁fi ▁tw o </s>", "ﬁ two"),
-    ],
-)
-def test_the_source_is_shown_as_it_was_typed(visit, source, source_tokens, words):
+def test_the_source_is_shown_as_typed(visit):
     page = visit()
-    tokens = source_tokens.split()
-    weights = [[1.0] + [0.0] * (len(tokens) - 1)] * 2
-    sentence = {"index": 0, "before": "", "source": source, "score": -1.0, "log_prob": -1.0}
-    sentence |= {"translation": "X", "tokens": ["▁X", "</s>"], "token_scores": [-0.5] * 2}
-    answer_with(page, sentence | {"source_tokens": tokens, "alignment": weights})
-    translate(page, source)
-    found = page.locator(".source .word")
-    assert found.all_inner_texts() == words.split()
-    page.locator(".target .word").hover()
-    expect(page.locator(".looked")).to_have_text(words.split()[0])
+    for source, source_tokens in (
+        ("Ein Hund.", "▁ein ▁hund . </s>"),  # the model reads lower case
+        ("one. two", "▁one <unk> ▁two </s>"),
+        ("ﬁ two", "▁fi ▁tw o </s>"),
+    ):
+        tokens = source_tokens.split()
+        weights = [[1.0] + [0.0] * (len(tokens) - 1)] * 2
+        target = {"translation": "X", "tokens": ["▁X", "</s>"], "token_scores": [-0.5] * 2}
+        attention = {"source_tokens": tokens, "alignment": weights}
+        answer_with(page, one_sentence(source=source, **target, **attention))
+        translate(page, source)
+        assert page.locator(".source .word").all_inner_texts() == source.split()
+        page.locator(".target .word").hover()
+        expect(page.locator(".looked")).to_have_text(source.split()[0])
 
 
-def test_the_page_of_the_service_itself(browser, server):
+def test_the_page_of_the_real_service(browser, server):
     page = browser.new_page()
     try:
         page.goto(server.url)
@@ -552,7 +541,7 @@ def test_the_page_of_the_service_itself(browser, server):
         page.close()
 
 
-def test_the_interface_can_be_tried_in_a_browser(browser, server):
+def test_the_api_documentation_works_in_a_browser(browser, server):
     page = browser.new_page()
     faults: list[str] = []
     page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
@@ -561,9 +550,8 @@ def test_the_interface_can_be_tried_in_a_browser(browser, server):
         page.locator("#operations-default-health_health_get button").first.click()
         page.get_by_role("button", name="Try it out").click()
         page.get_by_role("button", name="Execute").click()
-        expect(page.locator(".live-responses-table .response-col_status").last).to_contain_text(
-            "200"
-        )
+        status = page.locator(".live-responses-table .response-col_status").last
+        expect(status).to_contain_text("200")
         assert not faults
     finally:
         page.close()
@@ -571,9 +559,8 @@ def test_the_interface_can_be_tried_in_a_browser(browser, server):
 
 def test_arrow_keys_follow_the_direction_of_the_text(visit):
     page = visit()
-    sentence = {"index": 0, "before": "", "source": "x", "translation": "אב גד", "score": -1.0}
-    sentence |= {"log_prob": -1.0, "tokens": ["▁אב", "▁גד", "</s>"], "token_scores": [-0.5] * 3}
-    answer_with(page, sentence)
+    tokens = {"tokens": ["▁אב", "▁גד", "</s>"], "token_scores": [-0.5] * 3}
+    answer_with(page, one_sentence(translation="אב גד", **tokens))
     translate(page, "x")
     page.locator(".target .word").first.focus()
     page.keyboard.press("ArrowLeft")
@@ -582,8 +569,8 @@ def test_arrow_keys_follow_the_direction_of_the_text(visit):
 
 def test_a_sentence_without_a_translation(visit):
     page = visit()
-    nothing = {"index": 0, "before": "", "source": "x <b>", "translation": "", "score": None}
-    nothing |= {"log_prob": None, "tokens": ["</s>"], "token_scores": [None], "alignment": None}
+    nothing = one_sentence(source="x <b>", translation="", score=None, log_prob=None)
+    nothing |= {"tokens": ["</s>"], "token_scores": [None], "alignment": None}
     answer_with(page, nothing | {"hypotheses": [nothing, nothing]})
     translate(page, "x <b>")
     assert shown(page) == ["(no translation found)"]

@@ -1,7 +1,7 @@
-"""Python's settings in programs that tests start; Python imports this file before the program.
+"""Settings for programs that tests start. Python imports this file before the program.
 
-Importing and tracing make many objects and no garbage: by default, a tenth of the time that such a
-program takes goes to the search for some.
+Imports and tracing create many objects but no garbage. By default, garbage collection takes a tenth
+of a program's time.
 """
 
 import gc

@@ -24,7 +24,7 @@ from runs import command, entries, final_state, saving, tiny
 
 
 def main() -> None:
-    """Run, kill, compare."""
+    """Run train.py, kill it, compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def latest(workdir: Path) -> int:
-    """The last logged step."""
+    """Last logged step."""
     return max((entry["step"] for entry in entries(workdir)), default=0)
 
 

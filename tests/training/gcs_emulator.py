@@ -23,7 +23,7 @@ _lock = threading.RLock()
 
 
 def conditional(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of a request for one object, which looks at its conditions first."""
+    """Make a handler for one object check the request's conditions first."""
 
     def handle(request: Any, response: Any, storage: Any, *others: Any, **named: Any) -> Any:
         with _lock:
@@ -38,7 +38,7 @@ def conditional(handler: Callable[..., Any]) -> Callable[..., Any]:
                 writes = handler in (objects.insert, objects.delete)
                 if int(query.get("ifGenerationMatch", now)) != now:
                     if writes:
-                        _ = request.data  # the connection goes on after the body
+                        _ = request.data  # read the body, because the connection stays open
                     response.status = HTTPStatus.PRECONDITION_FAILED
                     return None
                 if now and int(query.get("ifGenerationNotMatch", -1)) == now:
@@ -52,7 +52,7 @@ def conditional(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Router(server.Router):  # type: ignore[misc]
-    """The emulator's router, which can fail."""
+    """The emulator's router, with simulated outages."""
 
     failing = False
 
@@ -62,13 +62,13 @@ class Router(server.Router):  # type: ignore[misc]
             return
         response = server.Response(self._request_handler)
         response.status = HTTPStatus.SERVICE_UNAVAILABLE
-        response["Connection"] = "close"  # a body may follow that nobody reads
+        response["Connection"] = "close"  # the body is not read
         self._request_handler.close_connection = True
         response.close()
 
 
 def fail(number: int, frame: Any) -> None:
-    """Begin to fail at SIGUSR1, and end at SIGUSR2."""
+    """Start an outage at SIGUSR1, and end it at SIGUSR2."""
     Router.failing = number == signal.SIGUSR1
 
 

@@ -2,10 +2,10 @@
 
     python tests/training/rehearse_pod.py
 
-Eight processes on this machine stand for the hosts of two slices. Each has its own home, cache and
-temporary folder, and all share only an emulated gs:// bucket. The script starts them, kills one,
-stops one, lets the bucket fail for a minute, goes on with four processes, and translates. It prints
-what it sees at each step, and fails where that is not what docs/tutorials/tpu_pod.md promises.
+Eight processes on this machine simulate the hosts of two slices. Each has its own home, cache and
+temporary folder, and they share only an emulated gs:// bucket. The script starts them, kills one,
+stops one, makes the bucket fail for a minute, resumes with four processes, and translates. It
+prints its observations, and fails if they contradict docs/tutorials/tpu_pod.md.
 """
 
 import json
@@ -56,7 +56,7 @@ PATIENCE_SECONDS = 900  # eight processes compile for minutes on two busy cores
 
 
 def config(steps: int) -> Config:
-    """A run that saves every five steps and evaluates nothing."""
+    """A config without evaluation that saves every five steps."""
     return no_evaluation(tiny(steps=steps, checkpoint_every=5))
 
 
@@ -242,7 +242,7 @@ class Rehearsal:
 
 
 def main() -> None:
-    """Run all steps. After a failure the processes' logs stay."""
+    """Run all steps. After a failure, the logs are kept."""
     folder = Path(tempfile.mkdtemp(prefix="pod-"))
     print(f"logs in {folder}", flush=True)
     with emulated_store(folder / "emulator.log") as (emulator, variables):

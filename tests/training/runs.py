@@ -1,4 +1,4 @@
-"""Runs on a tiny task, in this process or as ``python train.py``, and their output files."""
+"""Runs on a tiny task, in this process or as ``python train.py``, and readers for their output."""
 
 import dataclasses
 import json
@@ -30,11 +30,11 @@ from transformer_jax.config import (
 from transformer_jax.training.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
-ONE = jax.devices()[:1]  # where the number of devices is not what is tested
+ONE = jax.devices()[:1]  # for tests of anything but several devices
 
 
 def tiny(dropout: float = 0.0, **training: Any) -> Config:
-    """A config of a tiny model; drawing dropout is a third of what is compiled for a step."""
+    """A tiny model. Without dropout, a step compiles in two thirds of the time."""
     return Config(
         model=ModelConfig(
             d_model=16, d_ff=32, num_heads=2, num_layers=1, dropout=dropout, dtype="float32"
@@ -47,7 +47,7 @@ def tiny(dropout: float = 0.0, **training: Any) -> Config:
             max_source_length=24,
             max_target_length=24,
         ),
-        batch=BatchConfig(tokens=1024, buckets=1),  # each shape is compiled for seconds
+        batch=BatchConfig(tokens=1024, buckets=1),  # each shape takes seconds to compile
         decoding=DecodingConfig(max_source_length=24, max_extra_length=8),
         optimizer=OptimizerConfig(warmup_steps=20, peak_learning_rate=0.01),
         training=TrainingConfig(
@@ -66,11 +66,19 @@ def tiny(dropout: float = 0.0, **training: Any) -> Config:
     )
 
 
+def changed(config: Config, **settings: Any) -> Config:
+    """The config with other settings; fields of a section are a dict: ``training={"steps": 6}``."""
+    sections = {
+        name: dataclasses.replace(getattr(config, name), **value)
+        for name, value in settings.items()
+        if isinstance(value, dict)
+    }
+    return dataclasses.replace(config, **settings | sections)
+
+
 def no_evaluation(config: Config) -> Config:
-    """The same steps; nothing is translated, for which most would be compiled."""
-    return dataclasses.replace(
-        config, data=dataclasses.replace(config.data, dev=PairsConfig(), test=PairsConfig())
-    )
+    """The same training steps, without compiling a search."""
+    return changed(config, data={"dev": PairsConfig(), "test": PairsConfig()})
 
 
 def command(
@@ -83,8 +91,9 @@ def command(
     environment: Mapping[str, str] | None = None,
     stderr: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
-    """``python train.py`` on this config, in a process of its own; the config's file is in
-    ``folder``, or beside the work directory. ``environment`` adds variables.
+    """Start ``python train.py`` with a config file in ``folder``; default: beside ``workdir``.
+
+    ``environment`` adds variables.
     """
     name = f"{Path(workdir).name}_{hash(config)}_config.py"
     file = (folder or Path(workdir).parent) / name
@@ -115,20 +124,21 @@ def address() -> str:
 
 
 def numbered(coordinator: str, count: int, number: int) -> tuple[str, ...]:
-    """The flags of one of several processes."""
+    """Flags of one process of a multi-process run."""
     numbers = "--num-processes", str(count), "--process-id", str(number)
     return "--coordinator-address", coordinator, *numbers
 
 
 def ends(processes: list[subprocess.Popen[str]], *, within: float = 300) -> list[str]:
-    """Output of all processes, once they have exited."""
+    """Wait for processes and return their stderr."""
     return [process.communicate(timeout=within)[1] for process in processes]
 
 
 @contextmanager
 def emulated_store(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
-    """An empty store with a bucket ``ckpt``: its process, and the variables that lead gcsfs and
-    tensorstore there.
+    """Start an empty store with a bucket ``ckpt``.
+
+    Yields its process, and the environment variables that make gcsfs and tensorstore use it.
     """
     host, _, port = address().partition(":")
     program = str(Path(__file__).with_name("gcs_emulator.py"))
@@ -156,7 +166,7 @@ def emulated_store(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[st
 
 
 def dev_figures(loss: float, **others: float) -> dict[str, float]:
-    """What an evaluation on the dev set might find."""
+    """Made-up metrics of the dev set."""
     return {"dev_loss": loss, "dev_perplexity": 2.0, "dev_accuracy": 0.5, **others}
 
 
@@ -171,7 +181,7 @@ def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 
 def saving(workdir: Path) -> bool:
-    """Whether an incomplete checkpoint exists."""
+    """True if an incomplete checkpoint exists."""
     folders = (workdir / "checkpoints").glob("*")
     return any(not (folder / "manifest.json").exists() for folder in folders)
 

@@ -1,24 +1,21 @@
-"""Checkpoints: exact, retained as configured, verified on load, safe on a full disk."""
+"""Checkpoints: restoring, retention, averaging, corruption, full disks."""
 
-import dataclasses
 import errno
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import chex
 import jax
 import numpy as np
 import pytest
-from runs import ONE
+from runs import ONE, changed
 
 from transformer_jax import checkpoint
 from transformer_jax.checkpoint import choose_checkpoints, load_model, newest_intact
 from transformer_jax.config import (
     Config,
     DataConfig,
-    DecodingConfig,
     ModelConfig,
     OptimizerConfig,
     PairsConfig,
@@ -63,7 +60,7 @@ def run(config: Config) -> StepFunctions:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, config: Config, tokenizer: Tokenizer) -> Checkpoints:
-    """Those of a new work directory, ``tmp_path``."""
+    """The checkpoints of a new work directory, ``tmp_path``."""
     return _begin(tmp_path, config, tokenizer)
 
 
@@ -73,12 +70,8 @@ def _begin(folder: Path, config: Config, tokenizer: Tokenizer) -> Checkpoints:
     return Checkpoints(Workdir(folder), config, tokenizer)
 
 
-def _with_training(config: Config, **training: Any) -> Config:
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
-
-
 def _state(run: StepFunctions, step: int) -> TrainState:
-    """The first state, its parameters shifted; in NumPy, as JAX compiles a sum for each shape."""
+    """The initial state with shifted parameters. JAX would compile a sum for each shape."""
     state = jax.tree.map(np.asarray, run.init())
     shift = jax.tree.map(lambda x: x + np.float32(step), state.parameters)
     state = state.replace(step=np.int32(step), parameters=shift, ema=None)
@@ -91,9 +84,15 @@ def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress:
     checkpoints.wait()
 
 
-def _chosen(workdir: Path, step: int | None = None, average: int | None = None) -> list[int]:
+def _chosen(workdir: Path, step: int | None = None) -> list[int]:
     path = workdir if step is None else workdir / "checkpoints" / f"{step:08d}"
-    return [int(path.name) for path in choose_checkpoints(path, average=average)]
+    return [int(path.name) for path in choose_checkpoints(path)]
+
+
+def _choose(workdir: Path, *steps: int) -> None:
+    """As at the end of training."""
+    summary = {"steps": steps[0], "averaged_steps": steps}
+    (workdir / "summary.json").write_text(json.dumps(summary))
 
 
 def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunctions) -> None:
@@ -104,66 +103,59 @@ def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunc
     assert progress == Progress(best_step=3)
 
 
-def test_newest_and_best_are_kept(checkpoints: Checkpoints, run: StepFunctions) -> None:
+def test_retention_of_the_newest_and_best(checkpoints: Checkpoints, run: StepFunctions) -> None:
     _save(checkpoints, run, 1, 2, 3, 4, best_step=1)
     assert checkpoints.steps() == [1, 3, 4]
     _save(checkpoints, run, 5, best_step=5)
     assert checkpoints.steps() == [4, 5]
 
 
-def test_with_patience_the_mean_up_to_the_best_is_kept(
+def test_retention_of_the_average_that_ends_at_the_best_step(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
-    data = dataclasses.replace(config.data, dev=PairsConfig("numbers", split="dev"))
-    config = _with_training(dataclasses.replace(config, data=data), patience=9)
+    dev = PairsConfig("numbers", split="dev")
+    config = changed(config, data={"dev": dev}, training={"patience": 9})
     checkpoints = _begin(tmp_path, config, tokenizer)
     for step in (1, 2, 3, 4, 5, 6):
         _save(checkpoints, run, step, best_step=min(step, 3))
     assert checkpoints.steps() == [2, 3, 5, 6]
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 6, "averaged_steps": [3, 2]}))
     assert (_chosen(tmp_path), _chosen(tmp_path, 6)) == ([3, 2], [6])
-    _save(checkpoints, run, 7, best_step=7)  # it went on
+    _save(checkpoints, run, 7, best_step=7)  # the run has continued
     assert _chosen(tmp_path) == [7]
 
 
-def test_how_to_decode_is_what_the_work_directory_says_now(
+def test_only_decoding_settings_are_read_from_the_work_directory(
     tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
 ) -> None:
+    """The checkpoint determines all others."""
     _save(checkpoints, run, 1, best_step=9)
-    now = dataclasses.replace(config, decoding=DecodingConfig(beam_size=7), seed=3)
+    now = changed(config, decoding={"beam_size": 7}, seed=3, model={"d_ff": 99})
     (tmp_path / "config.json").write_text(to_json(now))
     for path in (tmp_path, checkpoints.folder / "00000001"):
-        assert load_model(path)[0] == dataclasses.replace(config, decoding=now.decoding)
+        assert load_model(path)[0] == changed(config, decoding=now.decoding)
 
 
-def test_averaging_and_choice(tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions) -> None:
+def test_choosing_and_averaging_checkpoints(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
+) -> None:
     _save(checkpoints, run, 10, 20, best_step=10)
     start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
 
-    def shift(path: Path = tmp_path, average: int | None = None) -> float:
-        _, model, _ = load_model(path, average=average)
+    def shift(path: Path = tmp_path) -> float:
+        _, model, _ = load_model(path)
         return float(np.mean(model.target_embedding.matrix[...] - start))
 
-    assert shift(average=1) == pytest.approx(20, rel=1e-5)
     assert shift() == pytest.approx(20, rel=1e-5)
-    assert shift(average=2) == pytest.approx(15, rel=1e-5)
+    _choose(tmp_path, 20, 10)
+    assert shift() == pytest.approx(15, rel=1e-5)
     assert shift(checkpoints.folder / "00000010") == pytest.approx(10, rel=1e-5)
-    assert shift(checkpoints.folder / "00000020", average=2) == pytest.approx(15, rel=1e-5)
-    for path, average, message in (
-        (tmp_path, 0, "average is 0; expected at least 1"),
-        (tmp_path, 3, "average is 3; expected at most 2"),
-        (checkpoints.folder / "00000010", 2, "average is 2; expected at most 1"),
-        (checkpoints.folder / "00000011", None, "00000011' has no checkpoint; expected"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load_model(path, average=average)
+    with pytest.raises(UserError, match="00000011' has no checkpoint; expected"):
+        load_model(checkpoints.folder / "00000011")
 
 
-def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    run: StepFunctions,
-    monkeypatch: pytest.MonkeyPatch,
+def test_each_checkpoint_is_verified_once(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(checkpoints, run, 10, 20)
     verified, corruption = [], checkpoint.corruption
@@ -173,12 +165,13 @@ def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
         return corruption(path)
 
     monkeypatch.setattr(checkpoint, "corruption", counted)
-    load_model(tmp_path, average=2)
+    _choose(tmp_path, 20, 10)
+    load_model(tmp_path)
     assert verified == [20, 10]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
-def test_a_corrupt_checkpoint_is_named_and_training_resumes_from_the_one_before(
+def test_loading_a_corrupt_checkpoint_fails_and_training_resumes_from_an_older_one(
     tmp_path: Path,
     checkpoints: Checkpoints,
     run: StepFunctions,
@@ -199,9 +192,9 @@ def test_a_corrupt_checkpoint_is_named_and_training_resumes_from_the_one_before(
         largest.unlink()
     else:
         largest.write_bytes(content[:-10] if damage == "cut" else content)
-    for path, average in ((tmp_path, None), (folder, None), (tmp_path, 2)):
+    for path in (tmp_path, folder):
         with pytest.raises(UserError, match=f"00000002 is corrupt: .*{largest.name}"):
-            load_model(path, average=average)
+            load_model(path)
     assert load_model(checkpoints.folder / "00000001")
     with caplog.at_level(logging.WARNING), claimed(Workdir(tmp_path), config) as step:
         state, _ = checkpoints.restore(step, run.abstract_state)
@@ -210,20 +203,18 @@ def test_a_corrupt_checkpoint_is_named_and_training_resumes_from_the_one_before(
     assert checkpoints.steps() == [1]
 
 
-def test_when_all_are_corrupt_nothing_is_deleted_or_begun_anew(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    run: StepFunctions,
-    config: Config,
+def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
 ) -> None:
-    """Nor is one taken that is corrupt below the chosen one."""
+    """An average names its corrupt checkpoint, and nothing is deleted."""
     _save(checkpoints, run, 1, 2)
+    _choose(tmp_path, 2, 1)
     for step in (1, 2):
         [file, *_] = (checkpoints.folder / f"{step:08d}" / "state").rglob("_METADATA")
         file.write_text("{}")
         with pytest.raises(UserError, match=f"Checkpoint .*{step:08d} is corrupt: state/"):
-            load_model(tmp_path, average=2)
-    for _ in range(2):  # a second start does not begin anew either
+            load_model(tmp_path)
+    for _ in range(2):  # the second attempt fails, too
         with (
             pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"),
             claimed(Workdir(tmp_path), config),
@@ -232,7 +223,7 @@ def test_when_all_are_corrupt_nothing_is_deleted_or_begun_anew(
     assert len(list(checkpoints.folder.iterdir())) == 2
 
 
-def test_an_error_while_restoring_is_not_taken_for_damage(
+def test_an_error_while_restoring_does_not_mean_corruption(
     checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(checkpoints, run, 1, 2)
@@ -240,17 +231,14 @@ def test_an_error_while_restoring_is_not_taken_for_damage(
     def out_of_memory(*_: object) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr(checkpoint_module, "_restore_state", out_of_memory)
+    monkeypatch.setattr(checkpoint_module.ocp, "load_checkpointables", out_of_memory)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         checkpoints.restore(2, run.abstract_state)
     assert checkpoints.steps() == [1, 2]
 
 
-def test_a_save_that_was_cut_off_is_no_checkpoint(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    run: StepFunctions,
-    config: Config,
+def test_an_interrupted_save_leaves_no_checkpoint(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
 ) -> None:
     _save(checkpoints, run, 1, 2)
     (checkpoints.folder / "00000002" / "manifest.json").unlink()
@@ -259,7 +247,7 @@ def test_a_save_that_was_cut_off_is_no_checkpoint(
     assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]
 
 
-def test_a_complete_step_is_not_saved_again(checkpoints: Checkpoints, run: StepFunctions) -> None:
+def test_a_step_is_saved_once(checkpoints: Checkpoints, run: StepFunctions) -> None:
     _save(checkpoints, run, 1, corpus="one")
     _save(checkpoints, run, 1, corpus="another")
     assert checkpoints.restore(1, run.abstract_state)[1].corpus == "one"
@@ -270,7 +258,7 @@ def _full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
+def test_if_the_first_save_fails_the_next_one_raises_an_error(
     checkpoints: Checkpoints,
     run: StepFunctions,
     monkeypatch: pytest.MonkeyPatch,
@@ -279,7 +267,6 @@ def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
     monkeypatch.setattr(checkpoint_module, "write_manifest", _full)
     _save(checkpoints, run, 1)
     assert "Checkpoint 1 could not be saved: [Errno 28] No space" in caplog.text
-    assert "No checkpoint exists." in caplog.text
     with pytest.raises(UserError, match=r"The first checkpoint .* No space.*from scratch"):
         _save(checkpoints, run, 2)
 
@@ -295,7 +282,6 @@ def test_after_a_failed_save_the_next_one_succeeds(
         patch.setattr(checkpoint_module, "write_manifest", _full)
         _save(checkpoints, run, 2)
     assert "Checkpoint 2 could not be saved" in caplog.text
-    assert "The newest checkpoint is step 1." in caplog.text
     assert not checkpoints.holds(2) and checkpoints.steps() == [1]
     _save(checkpoints, run, 2)
     assert checkpoints.steps() == [1, 2] and not checkpoints.failure
@@ -303,32 +289,23 @@ def test_after_a_failed_save_the_next_one_succeeds(
     assert [path.name for path in sorted(checkpoints.folder.iterdir())] == ["00000002", "00000003"]
 
 
-def test_a_mean_leaves_out_irregular_checkpoints_below_the_chosen_one(
+def test_an_average_skips_irregular_checkpoints_before_its_last_one(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
-    """Of an interruption at step 25, or of a best value between two that were due."""
-    config = _with_training(config, average=3, keep_checkpoints=9, checkpoint_every=10)
+    """Such as step 25, which an interruption or an evaluation saved."""
+    training = {"average": 3, "keep_checkpoints": 9, "checkpoint_every": 10}
+    config = changed(config, training=training)
     checkpoints = _begin(tmp_path, config, tokenizer)
     for step in (10, 25, 30, 40):
         _save(checkpoints, run, step, best_step=min(step, 25))
     assert checkpoints.steps() == [10, 25, 30, 40]
-    assert _chosen(tmp_path, average=3) == [40, 30, 10]
-    assert _chosen(tmp_path, 30, average=2) == [30, 10]
-    assert _chosen(tmp_path, 25, average=2) == [25, 10]  # itself may be one
-    with pytest.raises(UserError, match="average is 4; expected at most 3"):
-        _chosen(tmp_path, average=4)
+    folders = [checkpoints.folder / f"{step:08d}" for step in (40, 30, 25, 10)]
+    for chosen, most, expected in ((0, 3, [40, 30, 10]), (1, 2, [30, 10]), (2, 2, [25, 10])):
+        average = checkpoint.up_to(folders[chosen], folders, most, 10)
+        assert [int(path.name) for path in average] == expected
 
 
-def test_a_model_edited_in_the_work_directory_has_no_effect(
-    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
-) -> None:
-    _save(checkpoints, run, 1)
-    edited = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=99))
-    (tmp_path / "config.json").write_text(to_json(edited))
-    assert load_model(tmp_path)[0] == config
-
-
-def test_an_exchanged_tokenizer_is_named(
+def test_a_tokenizer_of_another_run_is_an_error(
     tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
 ) -> None:
     _save(checkpoints, run, 1)
@@ -338,7 +315,7 @@ def test_an_exchanged_tokenizer_is_named(
         load_model(tmp_path)
 
 
-def test_what_is_no_work_directory_of_this_version_is_named(tmp_path: Path) -> None:
+def test_folders_without_usable_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no checkpoint; expected a work directory"):
         load_model(tmp_path)
     folder = tmp_path / "checkpoints" / "00000005"

@@ -1,6 +1,5 @@
 """Whole runs on a tiny task: files, kills, signals, devices, errors, bad losses, early stopping."""
 
-import dataclasses
 import json
 import signal
 import time
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from runs import (
     ONE,
+    changed,
     command,
     dev_figures,
     entries,
@@ -37,7 +37,7 @@ from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.loss import LossSums
-from transformer_jax.training.prepare import prepare, with_layout
+from transformer_jax.training.prepare import with_layout
 from transformer_jax.training.reporting import Meter
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.signals import Signals
@@ -45,16 +45,14 @@ from transformer_jax.training.workdir import Workdir, claimed
 
 
 def whole(**training: Any) -> Config:
-    """Of two shapes, so that a resumed run must find the right one again, and with dropout, whose
-    random bits must go on, too.
-    """
+    """Two batch shapes and dropout, both of which a resumed run must continue."""
     config = tiny(dropout=0.1, **training)
-    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, buckets=2))
+    return changed(config, batch={"buckets": 2})
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run, in one process on one device, with a compilation cache beside it."""
+    """A finished run of train.py on one device, next to its compilation cache."""
     workdir = tmp_path_factory.mktemp("finished") / "run"
     process = command(workdir, workdir.parent / "cache", whole(bleu_language="de"))
     _, errors = process.communicate(timeout=300)
@@ -62,7 +60,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
-def test_work_directory_holds_what_is_promised(finished: Path) -> None:
+def test_contents_of_a_work_directory(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 30
     assert summary["stopped_by"] is None
@@ -73,10 +71,9 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
         "paper_bleu_signature",
         "chrf",
         "exact_match",
-        "averaged_checkpoints",
     }
     assert (
-        summary["cpu"]
+        summary["cpu_cores"]
         and summary["tokens_per_second"] > 0
         and summary["peak_memory_bytes"]["host"] > 1e7
     )
@@ -85,47 +82,34 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
     train_entries = entries(finished)
     assert [entry["step"] for entry in train_entries] == list(range(1, 31))
     assert train_entries[-1]["loss"] < 0.9 * train_entries[0]["loss"]
-    assert {
-        "learning_rate",
-        "gradient_norm",
-        "tokens_per_second",
-    } <= set(train_entries[0])
+    assert {"learning_rate", "gradient_norm", "tokens_per_second"} <= set(train_entries[0])
     assert train_entries[-1]["peak_memory_bytes"]["host"] > 1e7
-    assert entries(finished, "start")[0]["environment"]["cpu"] == summary["cpu"]
+    assert entries(finished, "start")[0]["environment"]["versions"] == summary["versions"]
     assert [entry["step"] for entry in entries(finished, "dev")] == [15, 30]
-    assert {
-        entry["step"] for entry in entries(finished, "save") if entry["held_seconds"] > 0
-    } >= set(range(5, 35, 5))
     assert complete_steps(finished / "checkpoints")[-3:] == [20, 25, 30]
 
 
-def test_killed_or_stopped_at_any_moment_the_run_ends_in_the_same_bits(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_a_killed_and_stopped_run_resumes_bit_exactly(finished: Path, tmp_path: Path) -> None:
     workdir, cache = tmp_path / "run", finished.parent / "cache"
 
     def newest() -> int:
         return max((entry["step"] for entry in entries(workdir)), default=0)
 
     process = command(workdir, cache, whole())
-    wait_for(lambda: saving(workdir), process, "a save")
+    wait_for(lambda: newest() > 5 and saving(workdir), process, "a save after step 5")
     process.send_signal(signal.SIGKILL)
     process.communicate()
     killed_at = newest()
     process = command(workdir, cache, whole())
     wait_for(lambda: newest() > killed_at, process, "another step")
     process.terminate()
-    process.terminate()  # a group's signal may come twice
+    process.terminate()  # a signal to a process group can arrive twice
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, errors
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["stopped_by"] == "SIGTERM" and summary["steps"] < 30
     assert complete_steps(workdir / "checkpoints")[-1] == summary["steps"]
     assert "Run the same command again" in errors
-    process = command(workdir, cache, whole())
-    wait_for(lambda: newest() >= 23, process, "step 23")
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
     process = command(workdir, cache, whole())
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
@@ -137,35 +121,24 @@ def test_killed_or_stopped_at_any_moment_the_run_ends_in_the_same_bits(
 
 
 @pytest.mark.devices(8)
-def test_parameters_split_over_devices_change_nothing(finished: Path, tmp_path: Path) -> None:
-    """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2: figures are
-    those of one device.
-    """
-    config = dataclasses.replace(whole(), mesh=MeshConfig(fsdp=2, tensor=2))
-    train(
-        dataclasses.replace(config, training=dataclasses.replace(config.training, steps=20)),
-        tmp_path / "run",
-    )
-    summary = train(config, tmp_path / "run")
-    for kind, name in (
-        ("train", "loss"),
-        ("dev", "dev_loss"),
-        ("dev", "dev_bleu"),
-    ):
+def test_a_run_on_eight_devices_equals_one_on_one_device(tmp_path: Path) -> None:
+    """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2."""
+    test = PairsConfig("numbers", split="test", limit=3)  # each device compiles a search
+    config = changed(tiny(bleu_sentences=3), data={"test": test})
+    several = changed(config, mesh=MeshConfig(fsdp=2, tensor=2))
+    train(changed(several, training={"steps": 20}), tmp_path / "several")
+    summaries = train(several, tmp_path / "several"), train(config, tmp_path / "one", devices=ONE)
+    for kind, name in (("train", "loss"), ("dev", "dev_loss"), ("dev", "dev_bleu")):
         several, one = (
-            [entry[name] for entry in entries(folder, kind)]
-            for folder in (tmp_path / "run", finished)
+            {entry["step"]: entry[name] for entry in entries(tmp_path / folder, kind)}
+            for folder in ("several", "one")
         )
-        # the first of the two runs evaluated its last step
-        at_20 = len(several) - len(one) if kind == "dev" else 0
-        np.testing.assert_allclose(several[:1] + several[1 + at_20 :], one, rtol=1e-4)
-    assert (
-        summary["test"]["bleu"]
-        == json.loads((finished / "summary.json").read_text())["test"]["bleu"]
-    )
+        several = {step: several[step] for step in one}  # the first part also evaluated step 20
+        np.testing.assert_allclose(list(several.values()), list(one.values()), rtol=1e-4)
+    assert summaries[0]["test"]["bleu"] == summaries[1]["test"]["bleu"]
 
 
-def test_entries_of_several_steps_are_their_means(tmp_path: Path) -> None:
+def test_an_entry_for_several_steps_is_their_mean(tmp_path: Path) -> None:
     for log_every in (1, 4):
         train(
             no_evaluation(tiny(steps=12, log_every=log_every, checkpoint_every=12)),
@@ -181,7 +154,6 @@ def test_entries_of_several_steps_are_their_means(tmp_path: Path) -> None:
 
 
 def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
-    """Though later ones push the others out."""
     config = tiny(
         steps=8, eval_every=2, checkpoint_every=2, keep_checkpoints=1, average=1, select_by="bleu"
     )
@@ -198,43 +170,24 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]
 
 
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    """Whatever its config, and before the first has trained a step: nothing of the first one's is
-    touched.
-    """
+def test_two_runs_cannot_share_a_work_directory(tmp_path: Path) -> None:
+    """The second one fails, whatever its config, and does not change files of the first."""
     config = tiny()
     with claimed(Workdir(tmp_path), config):
         (tmp_path / "tokenizer.model").write_text("the first run's")
         with pytest.raises(UserError, match="Another run is using"):
-            train(dataclasses.replace(config, seed=5), tmp_path, devices=ONE)
+            train(changed(config, seed=5), tmp_path, devices=ONE)
     assert (tmp_path / "tokenizer.model").read_text() == "the first run's"
     assert from_json((tmp_path / "config.json").read_text()) == config
 
 
-def test_a_run_whose_first_step_failed_gets_another_config(tmp_path: Path) -> None:
-    with claimed(Workdir(tmp_path), tiny()):
-        (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n')
-    smaller = dataclasses.replace(tiny(), batch=BatchConfig(tokens=512))
-    with claimed(Workdir(tmp_path), smaller):
-        assert from_json((tmp_path / "config.json").read_text()) == smaller
-
-
-def test_the_default_layout_is_that_of_the_devices(finished: Path) -> None:
+def test_the_default_layout_depends_on_the_devices(finished: Path) -> None:
     assert tiny().batch.layout == "auto"
     assert from_json((finished / "config.json").read_text()).batch.layout == "bucketed"
     assert with_layout(Config(), "tpu").batch.layout == "packed"
     assert with_layout(Config(), "gpu").batch.layout == "bucketed"
     given = Config(batch=BatchConfig(layout="bucketed"))
     assert with_layout(given, "tpu") == given
-
-
-def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
-    other = dataclasses.replace(whole(), seed=1, model=dataclasses.replace(whole().model, d_ff=64))
-    with pytest.raises(
-        UserError,
-        match=r"(?s)model.d_ff: 32 in the work directory, 64 now.*seed: 0 in the work directory",
-    ):
-        train(other, finished)
 
 
 def test_a_relative_work_directory_trains_and_loads(
@@ -245,23 +198,22 @@ def test_a_relative_work_directory_trains_and_loads(
     assert load_model("run")[0].training.steps == 1
 
 
-def test_a_folder_where_nothing_was_trained_is_taken_over(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_first_step_can_change_its_config(tmp_path: Path) -> None:
     config = no_evaluation(tiny(steps=1))
-    too_large = dataclasses.replace(config, tokenizer=TokenizerConfig(vocab_size=50_000))
+    too_large = changed(config, tokenizer=TokenizerConfig(vocab_size=50_000))
     with pytest.raises(UserError, match="50000 tokens .tokenizer.vocab_size."):
-        train(too_large, tmp_path / "run", devices=ONE)
-    assert train(config, tmp_path / "run", devices=ONE)["steps"] == 1
+        train(too_large, tmp_path, devices=ONE)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n')
+    assert train(config, tmp_path, devices=ONE)["steps"] == 1
+    assert from_json((tmp_path / "config.json").read_text()).tokenizer.vocab_size == 150
 
 
-def test_a_loss_that_stays_non_finite_stops_the_run(tmp_path: Path) -> None:
+def test_a_loss_that_stays_non_finite_ends_the_run(tmp_path: Path) -> None:
     config = no_evaluation(tiny(max_bad_steps=3))
-    config = dataclasses.replace(
-        config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38)
-    )
+    config = changed(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38))
     with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
         train(config, tmp_path / "run", devices=ONE)
-    assert len(entries(tmp_path / "run", "bad_step")) == 3
-    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()  # which is no JSON
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()  # invalid in JSON
     assert [entry["loss"] is None for entry in entries(tmp_path / "run", "train")[-2:]] == [
         True,
         True,
@@ -269,20 +221,18 @@ def test_a_loss_that_stays_non_finite_stops_the_run(tmp_path: Path) -> None:
 
 
 def without_test_set(config: Config) -> Config:
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, test=PairsConfig()))
+    return changed(config, data={"test": PairsConfig()})
 
 
-def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
-    """Also if less patience ends it when nothing is left to train or to save."""
+def test_training_stops_when_dev_loss_stops_improving(tmp_path: Path) -> None:
+    """Lower patience can also end a run that is already finished."""
     config = tiny(steps=100, eval_every=2, checkpoint_every=100, patience=2, bleu_every=0)
-    config = dataclasses.replace(
-        without_test_set(config),
-        optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30),
-    )
-    more = dataclasses.replace(config.training, steps=6, patience=3)
-    summary = train(dataclasses.replace(config, training=more), tmp_path / "more", devices=ONE)
+    optimizer = OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30)
+    config = changed(without_test_set(config), optimizer=optimizer)
+    more = changed(config, training={"steps": 6, "patience": 3})
+    summary = train(more, tmp_path / "more", devices=ONE)
     assert (summary["steps"], summary["averaged_steps"]) == (6, [6])
-    for run in ("run", "more", "run"):  # at last nothing is left to do
+    for run in ("run", "more", "run"):  # the last one is already finished
         summary = train(config, tmp_path / run, devices=ONE)
         assert (summary["steps"], summary["stopped_early"]) == (6, True)
         assert summary["averaged_steps"] == [2]
@@ -292,11 +242,11 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("training", "with_dev", "losses", "averaged"),
     [
-        # dev loss of steps 3 and 6, then of the means up to 6
+        # dev losses of steps 3 and 6, then of the averages ending at 6
         ({"average": "auto"}, True, [3, 2.5, 2.5, 2.2, 2.4, 2.3, 2.6], [6, 5]),
         ({"average": 2}, True, [3, 2.5], [6, 5]),
         ({"average": "auto"}, False, [], [6]),
-        # of steps 3 and 6, of the means up to 6, of those up to 3, which is the best one
+        # steps 3 and 6, averages ending at 6, averages ending at 3, the best step
         (
             {"average": "auto", "patience": 1, "steps": 99},
             True,
@@ -306,7 +256,7 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
         ({"average": 2, "patience": 1, "steps": 99}, True, [2.5, 3], [3, 2]),
     ],
 )
-def test_the_end_chooses_what_is_averaged(
+def test_the_end_of_a_run_chooses_checkpoints_to_average(
     training: dict[str, Any],
     with_dev: bool,
     losses: list[float],
@@ -316,7 +266,7 @@ def test_the_end_chooses_what_is_averaged(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Until then, and when it goes on, the last checkpoint."""
+    """Before the end, and if the run continues, the model is the newest checkpoint."""
     common = {"steps": 6, "eval_every": 3, "checkpoint_every": 1, "keep_checkpoints": 5}
     config = tiny(**(common | {"bleu_every": 0} | training))
     config = config if with_dev else no_evaluation(config)
@@ -346,19 +296,17 @@ def test_the_end_chooses_what_is_averaged(
     assert names() == [newest]
 
 
-def test_a_last_save_that_fails_ends_with_a_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_last_save_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoints, "save", lambda self, state, progress, **_: None)
     with pytest.raises(UserError, match="could not be saved"):
         train(no_evaluation(tiny(steps=2)), tmp_path / "run", devices=ONE)
 
 
-def test_packed_rows_and_sampled_subwords_train(tmp_path: Path) -> None:
+def test_training_on_packed_rows_with_bpe_dropout(tmp_path: Path) -> None:
     config = no_evaluation(tiny(steps=12))
-    config = dataclasses.replace(
+    config = changed(
         config,
-        tokenizer=dataclasses.replace(config.tokenizer, sampling=0.1, sampled_epochs=3),
+        tokenizer={"sampling": 0.1, "sampled_epochs": 3},
         batch=BatchConfig(layout="packed", tokens=640, row_length=128, row_multiple=1),
     )
     train(config, tmp_path / "run", devices=ONE)
@@ -367,17 +315,7 @@ def test_packed_rows_and_sampled_subwords_train(tmp_path: Path) -> None:
     assert entries(tmp_path / "run", "start")[0]["source_fill"] > 0.9
 
 
-def test_a_run_without_a_checkpoint_keeps_its_tokenizer(tmp_path: Path) -> None:
-    """Also with different training settings."""
-    config, written = no_evaluation(tiny()), set()
-    for warmup_steps in (1, 2):
-        optimizer = dataclasses.replace(config.optimizer, warmup_steps=warmup_steps)
-        with prepare(dataclasses.replace(config, optimizer=optimizer), tmp_path, devices=ONE):
-            written.add((tmp_path / "tokenizer.model").stat().st_mtime_ns)
-    assert len(written) == 1
-
-
-def test_a_stuck_step_writes_tracebacks_until_it_ends(
+def test_a_stuck_step_writes_tracebacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def stuck_add(self: Meter, *given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Metrics: TensorBoard curves, and a full disk."""
+"""Metrics: TensorBoard files, full disks."""
 
 import errno
 import struct
@@ -14,9 +14,9 @@ from transformer_jax.training.reporting import Reporter
 
 
 def events(workdir: Path) -> list[Any]:
-    """Of the only file: each record is a length, its checksum, an event, its checksum."""
+    """Events in the only file. A record is a length, its checksum, an event and its checksum."""
     [file] = (workdir / "tensorboard").iterdir()
-    assert ".out.tfevents." in file.name  # by which TensorBoard finds it
+    assert ".out.tfevents." in file.name  # as TensorBoard expects
     data, found = file.read_bytes(), []
     while data:
         [length] = struct.unpack("<Q", data[:8])
@@ -25,13 +25,13 @@ def events(workdir: Path) -> list[Any]:
     return found
 
 
-def test_curves(tmp_path: Path) -> None:
+def test_tensorboard_curves(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, steps=9, start_step=3)
     reporter.write("dev", 4, {"loss": 0.5, "bleu": 12, "note": "text", "nothing": float("nan")})
-    version, start, entry = events(tmp_path)  # before it is closed: training may go on for days
+    version, start, entry = events(tmp_path)  # before close(), because training can take days
     reporter.close()
     assert version.file_version == "brain.Event:2"
-    # what an earlier run wrote from here on is void
+    # makes TensorBoard drop what an earlier run wrote from here on
     assert (start.step, start.session_log.status) == (4, SessionLog.START)
     assert entry.step == 4 and {value.tag: value.simple_value for value in entry.summary.value} == {
         "dev/loss": 0.5,
@@ -39,7 +39,7 @@ def test_curves(tmp_path: Path) -> None:
     }
 
 
-def test_a_full_disk_costs_entries_not_the_run(
+def test_a_full_disk_loses_entries_but_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     reporter = Reporter(tmp_path, steps=200, start_step=0)
@@ -49,7 +49,7 @@ def test_a_full_disk_costs_entries_not_the_run(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         patch.setattr(EventsWriter, "flush", full)
-        for step in range(1, 100):  # more than any queue holds
+        for step in range(1, 100):  # more than the writer's queue can hold
             reporter.write("train", step, {"loss": 1.0})
     reporter.write("train", 100, {"loss": 2.0})
     reporter.close()

@@ -1,4 +1,4 @@
-"""Processes without a shared folder train, die, resume and stop at one URL of an emulated store."""
+"""Runs at a URL of an emulated object store: several hosts, kills, resuming, store outages."""
 
 import itertools
 import signal
@@ -36,13 +36,13 @@ URL = "gs://ckpt/run"
 
 
 def steps(number: int) -> Config:
-    """A config that only trains."""
+    """A config without evaluation."""
     return no_evaluation(tiny(steps=number, checkpoint_every=3))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A store, and its address for gcsfs and tensorstore."""
+    """An empty store that gcsfs and tensorstore use."""
     folder = tmp_path_factory.mktemp("store")
     with (
         emulated_store(folder / "emulator.log") as (_, variables),
@@ -54,14 +54,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def start(tmp_path: Path, config: Config, *hosts: str) -> list[subprocess.Popen[str]]:
-    """A process of two devices on each of these hosts, which have caches of their own."""
-    coordinator, count = address(), len(hosts)
+    """A process with two devices on each host. Hosts share nothing but compiled functions."""
+    coordinator = address()
     return [
         command(
             URL,
             tmp_path / "compiled",
             config,
-            *(numbered(coordinator, count, number) if count > 1 else ()),
+            *(numbered(coordinator, len(hosts), number) if len(hosts) > 1 else ()),
             devices=2,
             folder=tmp_path,
             environment={"XDG_CACHE_HOME": str(tmp_path / host)},
@@ -70,27 +70,30 @@ def start(tmp_path: Path, config: Config, *hosts: str) -> list[subprocess.Popen[
     ]
 
 
-def test_killed_stopped_and_resumed_on_other_hosts(tmp_path: Path) -> None:
+def test_killed_stopped_and_resumed_on_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     checkpoints = remote_path(URL) / "checkpoints"
 
     def newest() -> int:
         return max(complete_steps(checkpoints), default=0)
 
-    both = start(tmp_path, steps(10_000), "a", "b")
-    wait_for(newest, both[0], "the first checkpoint", pause=0.5)  # each look asks the store
-    for process in both:
-        process.send_signal(signal.SIGKILL)
-    ends(both)
+    [alone] = start(tmp_path, steps(10_000), "a")
+    wait_for(newest, alone, "the first checkpoint", pause=0.5)  # each check asks the store
+    alone.send_signal(signal.SIGKILL)
+    alone.communicate()
     killed = newest()
-    both = start(tmp_path, steps(10_000), "c", "d")  # without anything of a and b
+    both = start(tmp_path, steps(10_000), "b", "c")  # without the files of a
     wait_for(lambda: newest() > killed, both[0], "another checkpoint", pause=0.5)
-    both[1].send_signal(signal.SIGTERM)
+    both[1].send_signal(signal.SIGINT)
     said = ends(both)
     assert [process.returncode for process in both] == [128 + signal.SIGTERM] * 2, "\n".join(said)
     assert f"resuming at step {killed}" in said[0] and f"saved at step {newest()}" in said[0]
     stopped = newest()
-    [said_alone] = ends(start(tmp_path, steps(stopped + 2), "e"))  # on another number of processes
-    assert f"resuming at step {stopped}" in said_alone, said_alone
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "d"))
+        train(steps(stopped + 2), URL, devices=ONE)
+    assert f"resuming at step {stopped}" in capfd.readouterr().err
     run = local_workdir(URL)
     assert complete_steps(run / "checkpoints")[-1] == stopped + 2
     assert [entry["step"] for entry in entries(run)] == list(range(1, stopped + 3))
@@ -105,7 +108,7 @@ def test_killed_stopped_and_resumed_on_other_hosts(tmp_path: Path) -> None:
 def test_a_store_that_fails_while_the_run_saves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run tries again until the store answers, and saves every checkpoint."""
+    """The run retries until the store responds, and saves every checkpoint."""
     monkeypatch.setattr(storage, "_PAUSE_SECONDS", 0.01)
     url, failures = "gs://ckpt/failing", []
 
@@ -113,10 +116,10 @@ def test_a_store_that_fails_while_the_run_saves(
         function, calls = getattr(target, name), itertools.count()
 
         def call(*args: Any, **named: Any) -> Any:
-            if next(calls) % 2:  # not the first, when the run starts
+            if next(calls) % 2:  # not the first one, at the start of the run
                 failures.append(name)
                 error = ConnectionError("503 Service Unavailable")
-                if name == "check_token":  # as it wraps a store's errors
+                if name == "check_token":  # which wraps the store's errors
                     raise UserError(f"{url} cannot be read: {error}") from error
                 raise error
             return function(*args, **named)
@@ -131,9 +134,9 @@ def test_a_store_that_fails_while_the_run_saves(
     assert complete_steps(remote_path(url) / "checkpoints") == [3, 6]
     assert set(failures) == {"check_token", "complete_steps", "write_manifest"}
     assert "failed (503 Service Unavailable); retrying." in caplog.text
-    with pytest.raises(ConnectionError):  # a local folder gets no second try
+    with pytest.raises(ConnectionError):  # no retries for a local folder
         storage.patiently(Path("here"), failing)
-    with pytest.raises(UserError):  # nor has a mistake
+    with pytest.raises(UserError):  # or for a user's mistake
         storage.patiently(remote_path(url), mistaken)
 
 

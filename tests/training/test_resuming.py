@@ -1,17 +1,23 @@
 """Settings that may change when a run is resumed."""
 
-import dataclasses
+from runs import changed
 
-from transformer_jax.config import Config
+from transformer_jax.config import Config, OptimizerConfig
 from transformer_jax.training.resuming import differences_on_resume
 
 
-def test_only_fields_that_matter_stop_a_resume() -> None:
+def test_differences_that_stop_a_resume() -> None:
     old = Config()
-    new = dataclasses.replace(
-        old,
-        seed=1,
-        training=dataclasses.replace(old.training, steps=5),
-        data=dataclasses.replace(old.data, workers=3),
-    )
-    assert differences_on_resume(old, new) == [("seed", 0, 1)]
+    free = changed(old, training={"steps": 5}, data={"workers": 3})
+    assert differences_on_resume(old, free) == []
+    [seed] = differences_on_resume(old, changed(free, seed=1))
+    assert seed == ("seed", 0, 1) and not seed.changeable
+    [dropout] = differences_on_resume(old, changed(old, model={"dropout": 0.3}))
+    assert dropout == ("model.dropout", 0.1, 0.3) and dropout.changeable
+
+
+def test_the_last_step_of_a_decay_changes_only_with_a_flag() -> None:
+    old = Config(optimizer=OptimizerConfig(decay="cosine"))
+    longer = changed(old, training={"steps": 200_000})
+    [steps] = differences_on_resume(old, longer)
+    assert steps == ("training.steps", 100_000, 200_000) and steps.changeable

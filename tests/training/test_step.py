@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from runs import ONE
+from runs import ONE, changed
 
 from benchmarks.hlo import collectives
 from transformer_jax.config import (
@@ -42,21 +43,15 @@ from transformer_jax.training.step import (
 
 CONFIG = Config(
     model=ModelConfig(
-        vocab_size=24,
-        d_model=16,
-        d_ff=32,
-        num_heads=8,
-        num_layers=1,
-        dropout=0.0,
-        dtype="float32",
+        vocab_size=24, d_model=16, d_ff=32, num_heads=8, num_layers=1, dropout=0.0, dtype="float32"
     ),
     data=DataConfig(max_source_length=16, max_target_length=16),
     batch=BatchConfig(tokens=256, row_multiple=8),
     optimizer=OptimizerConfig(warmup_steps=10),
     training=TrainingConfig(steps=10),
 )
-# Drawing dropout is a third of what is compiled for a step.
-DROPPING = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.1))
+# Dropout makes compiling a step half as long again.
+DROPPING = changed(CONFIG, model={"dropout": 0.1})
 
 
 def batch(seed: int = 0, rows: int = 16) -> Batch:
@@ -74,9 +69,7 @@ def step_functions(config: Config, devices: int = 1) -> StepFunctions:
 
 
 def start(run: StepFunctions) -> TrainState:
-    """The state before the first step of ``CONFIG``, on this run's devices; what draws it is
-    compiled once.
-    """
+    """The initial state of ``CONFIG``, placed on this run's devices. ``init`` compiles once."""
     first = jax.tree.map(np.asarray, step_functions(CONFIG).init())
     return jax.device_put(first, jax.tree.map(lambda x: x.sharding, run.abstract_state))
 
@@ -99,9 +92,7 @@ def on_one_device() -> list[float]:
 
 
 def test_numbers_of_three_steps() -> None:
-    """Initial parameters, dropout bits and losses of seed 0 stay what they were, to float32's
-    rounding.
-    """
+    """Initial parameters, dropout masks and losses of seed 0 equal those of earlier versions."""
     model = ModelConfig(
         vocab_size=32,
         d_model=16,
@@ -126,10 +117,10 @@ def test_numbers_of_three_steps() -> None:
 
 
 def test_seeds_share_a_compiled_step() -> None:
-    """In one process, and in the compilation cache, where the program's text is the key."""
-    steps = [step_functions(dataclasses.replace(DROPPING, seed=seed)) for seed in (0, 7)]
+    """In one process, and in the compilation cache, whose key is the program's text."""
+    steps = [step_functions(changed(DROPPING, seed=seed)) for seed in (0, 7)]
     assert steps[0].train_step is steps[1].train_step
-    config = StepConfig.of(dataclasses.replace(DROPPING, seed=7))
+    config = StepConfig.of(changed(DROPPING, seed=7))
     steps[1] = shared_functions.__wrapped__(config, make_mesh(DROPPING.mesh, ONE))
     texts = {each.train_step.lower(each.abstract_state, batch()).as_text() for each in steps}
     assert len(texts) == 1
@@ -139,80 +130,64 @@ def test_seeds_share_a_compiled_step() -> None:
     assert float(of_0.sums.nll) != float(of_7.sums.nll)  # dropout differs
 
 
-# Each axis alone and all three; all devices, or fewer than there are.
-MESHES = [(2, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
+# Each axis on its own (for data, see the accumulation test), and all three, on two slices and with
+# devices in another order, as on real machines, where a mesh follows the topology.
+MESHES = [
+    (MeshConfig(1, 8, 1), range(8)),
+    (MeshConfig(1, 1, 8), range(8)),
+    (MeshConfig(2, 2, 2, slices=2), (6, 3, 0, 5, 2, 7, 4, 1)),
+]
 
 
-# So many that beside one layer's output for them all parameters are little.
-ROWS = 8192
+ROWS = 8192  # so many that all parameters are small compared with one layer's output
 
 
 def compiled_step(run: StepFunctions, rows: int) -> str:
-    """The program of a step on so many rows of 16 + 16 tokens."""
+    """The compiled program of a step on rows of 16 + 16 tokens."""
     side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
     return run.train_step.lower(run.abstract_state, Batch(side, side)).compile().as_text()
 
 
 @pytest.mark.devices(8)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_losses_are_those_of_one_device(
-    mesh: tuple[int, int, int], on_one_device: list[float]
+@pytest.mark.parametrize(("mesh", "order"), MESHES, ids=str)
+def test_losses_on_a_mesh_equal_those_on_one_device(
+    mesh: MeshConfig, order: Sequence[int], on_one_device: list[float]
 ) -> None:
-    config = dataclasses.replace(DROPPING, mesh=MeshConfig(*mesh))
-    several, state = losses(config, int(np.prod(mesh)))
+    devices = [jax.devices()[number] for number in order]
+    run = make_step_functions(changed(DROPPING, mesh=mesh), make_mesh(mesh, devices))
+    several, state = losses_of(run)
     np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
     kernel = state.parameters["encoder"]["layers"][0]["feed_forward"]["inner"]["kernel"]
-    assert kernel.addressable_shards[0].data.size == kernel.size // (mesh[1] * mesh[2])
+    assert kernel.addressable_shards[0].data.size == kernel.size // (mesh.fsdp * mesh.tensor)
 
 
 @pytest.mark.devices(8)
-def test_losses_are_the_same_on_devices_in_another_order(on_one_device: list[float]) -> None:
-    """As on real machines, where a mesh follows the topology, and on two slices."""
-    mesh = MeshConfig(2, 2, 2, slices=2)
-    devices = [jax.devices()[number] for number in (6, 3, 0, 5, 2, 7, 4, 1)]
-    run = make_step_functions(dataclasses.replace(DROPPING, mesh=mesh), make_mesh(mesh, devices))
-    np.testing.assert_allclose(losses_of(run)[0], on_one_device, rtol=1e-5)
-
-
-@pytest.mark.devices(8)
-def test_first_parameters_are_those_of_one_device() -> None:
-    """To the last bit, wherever they are drawn."""
-    run = step_functions(dataclasses.replace(CONFIG, mesh=MeshConfig(2, 2, 2)), 8)
+def test_initial_parameters_do_not_depend_on_the_devices() -> None:
+    run = step_functions(changed(CONFIG, mesh=MeshConfig(2, 2, 2)), 8)
     chex.assert_trees_all_equal(run.init(), step_functions(CONFIG).init())
 
 
 @pytest.mark.devices(8)
 def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
-    """Along ``tensor`` devices sum the outputs of sub-layers, and hand on no matrix."""
-    model = dataclasses.replace(
-        CONFIG.model, vocab_size=256, d_model=64, d_ff=256, num_layers=1, dtype="float32"
-    )
-    config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=8))
-    run = step_functions(config, 8)
-
-    crossing = collectives(compiled_step(run, ROWS))
+    model = {"vocab_size": 256, "d_model": 64, "d_ff": 256}
+    config = changed(CONFIG, model=model, mesh=MeshConfig(tensor=8))
+    crossing = collectives(compiled_step(step_functions(config, 8), ROWS))
     assert set(crossing) == {"all-reduce f32", "all-gather f32"}
-    # gathered are the gradients of the biases [F], whatever the rows
-    assert crossing["all-gather f32"]["mb"] <= 2 * model.d_ff * 4 / 1e6 + 0.001
-    layer_mb = ROWS * 16 * model.d_model * 4 / 1e6  # one layer's output
-    # An encoder layer of two sub-layers, a decoder layer of three: once forward and once backward
-    # for feed-forward, once forward and once for each of queries, keys and values backward for
-    # attention.
+    # only gradients of biases [F] are gathered; they do not depend on the rows
+    assert crossing["all-gather f32"]["mb"] <= 2 * config.model.d_ff * 4 / 1e6 + 0.001
+    layer_mb = ROWS * 16 * config.model.d_model * 4 / 1e6  # one layer's output
+    # Of an encoder layer and a decoder layer: feed-forward sums once in the forward and once in the
+    # backward pass; attention once in the forward pass and once each for queries, keys and values
+    # in the backward pass.
     assert 10 <= crossing["all-reduce f32"]["mb"] / layer_mb <= 2 * 2 + 3 * 4 + 0.01
 
 
 @pytest.mark.devices(8)
-def test_the_place_of_every_parameter() -> None:
-    """Each matrix has one axis on ``fsdp``, those of layers another on ``tensor``."""
-    model = dataclasses.replace(
-        CONFIG.model,
-        attention_bias=True,
-        positions="learned",
-        softmax_bias=True,
-        tie_embeddings="none",
-        norm="pre",
-    )
-    config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(2, 2, 2))
+def test_sharding_of_every_parameter() -> None:
+    """Every matrix is sharded along ``fsdp``, and matrices of layers also along ``tensor``."""
+    model = {"attention_bias": True, "positions": "learned", "softmax_bias": True}
+    model |= {"tie_embeddings": "none", "norm": "pre"}
+    config = changed(CONFIG, model=model, mesh=MeshConfig(2, 2, 2))
     parameters = make_step_functions(config, make_mesh(config.mesh)).abstract_state.parameters
     found = {
         re.sub(r"\d+", "*", ".".join(str(key.key) for key in path)): leaf.sharding.spec
@@ -254,11 +229,9 @@ def test_the_place_of_every_parameter() -> None:
 
 
 @pytest.mark.devices(8)
-def test_fsdp_leaves_each_device_its_share() -> None:
-    """At the base size with its vocabulary; the few parameters that are everywhere weigh little."""
-    config = dataclasses.replace(
-        CONFIG, model=ModelConfig(vocab_size=37_000), mesh=MeshConfig(fsdp=8)
-    )
+def test_fsdp_divides_memory_by_the_number_of_devices() -> None:
+    """For a base model. The replicated parameters are small."""
+    config = changed(CONFIG, model=ModelConfig(vocab_size=37_000), mesh=MeshConfig(fsdp=8))
     state = make_step_functions(config, make_mesh(config.mesh)).abstract_state
     for part in (state.parameters, state.optimizer):
         leaves = jax.tree.leaves(part)
@@ -266,23 +239,11 @@ def test_fsdp_leaves_each_device_its_share() -> None:
         assert held <= 1.05 / 8 * sum(np.prod(leaf.shape) for leaf in leaves)
 
 
-def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
-    run = step_functions(CONFIG)
-    state = start(run)
-    first = None
-    for _ in range(30):
-        state, metrics = run.train_step(state, batch())
-        first = first or float(metrics.sums.nll)
-    assert float(metrics.sums.nll) < 0.6 * first
-
-
 @pytest.mark.parametrize(
     ("devices", "accumulate_steps"), [(1, 4), pytest.param(4, 2, marks=pytest.mark.devices(4))]
 )
 def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> None:
-    parts = dataclasses.replace(
-        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, accumulate_steps=accumulate_steps)
-    )
+    parts = changed(CONFIG, optimizer={"accumulate_steps": accumulate_steps})
     whole_losses, whole = losses(CONFIG, 1)
     part_losses, split = losses(parts, devices)
     np.testing.assert_allclose(part_losses, whole_losses, rtol=1e-5)
@@ -292,7 +253,7 @@ def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> No
 
 
 def test_each_microbatch_draws_its_own_dropout() -> None:
-    def gradient(parameters, batch, key):  # one draw, as a 1 at its place
+    def gradient(parameters, batch, key):  # one-hot random number
         drawn = jax.nn.one_hot(jax.random.randint(key, (), 0, 1000), 1000)
         return drawn, LossSums(*[jnp.zeros(())] * 4)
 
@@ -307,7 +268,7 @@ def test_each_microbatch_draws_its_own_dropout() -> None:
 
 @pytest.fixture(scope="module")
 def two_rows_alone() -> tuple[StepMetrics, LossSums]:
-    """What a step finds on two rows, and an evaluation after it."""
+    """Metrics of a step on two rows, and of an evaluation after it."""
     run = step_functions(CONFIG)
     state, metrics = run.train_step(start(run), batch(rows=2))
     return metrics, run.eval_step(state.parameters, batch(rows=2))
@@ -315,11 +276,7 @@ def two_rows_alone() -> tuple[StepMetrics, LossSums]:
 
 @pytest.mark.parametrize(
     ("devices", "accumulate_steps", "segments"),
-    [
-        (1, 4, False),
-        (1, 4, True),
-        pytest.param(8, 1, False, marks=pytest.mark.devices(8)),
-    ],
+    [(1, 4, False), (1, 4, True), pytest.param(4, 2, False, marks=pytest.mark.devices(4))],
 )
 def test_empty_rows_change_nothing(
     devices: int,
@@ -327,11 +284,9 @@ def test_empty_rows_change_nothing(
     segments: bool,
     two_rows_alone: tuple[StepMetrics, LossSums],
 ) -> None:
-    """Even where a microbatch or a device has no others; nor does it to say that each row is one
-    sentence.
-    """
-    optimizer = dataclasses.replace(CONFIG.optimizer, accumulate_steps=accumulate_steps)
-    run = step_functions(dataclasses.replace(CONFIG, optimizer=optimizer), devices)
+    """Even if they fill a microbatch or a device, and if each row is marked as one segment."""
+    config = changed(CONFIG, optimizer={"accumulate_steps": accumulate_steps})
+    run = step_functions(config, devices)
     padded = Batch(*(np.pad(side, ((0, 14), (0, 0))) for side in batch(rows=2)[:2]))
     if segments:
         padded = Batch(*padded[:2], *((side != 0).astype(np.int32) for side in padded[:2]))
@@ -342,7 +297,7 @@ def test_empty_rows_change_nothing(
     np.testing.assert_allclose(run.eval_step(state.parameters, padded).nll, sums.nll, rtol=1e-4)
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
+def test_a_non_finite_step_is_skipped_and_counted() -> None:
     run = step_functions(CONFIG)
     state, _ = run.train_step(run.init(), batch())
     norm = state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]
@@ -353,29 +308,15 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
         state, metrics = run.train_step(state, batch())
         assert (int(metrics.bad_steps), int(metrics.bad_in_a_row)) == (count, count)
     chex.assert_trees_all_equal((state.parameters, state.optimizer), before)
-    assert int(state.step) == 3  # the data goes on
+    assert int(state.step) == 3  # skipped steps count, so the next batch is a new one
     norm = state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]
     norm["scale"] = scale
     state, metrics = run.train_step(state, batch())
     assert (int(metrics.bad_steps), int(metrics.bad_in_a_row)) == (2, 0)
 
 
-def test_a_bad_step_leaves_the_moving_average_alone() -> None:
-    run = step_functions(
-        dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.2))
-    )
-    state, _ = run.train_step(run.init(), batch())
-    before = jax.tree.map(np.asarray, state.ema)
-    matrix = np.array(state.parameters["target_embedding"]["matrix"])
-    matrix[5] = np.nan
-    state.parameters["target_embedding"]["matrix"] = matrix
-    state, metrics = run.train_step(state, batch())
-    assert int(metrics.bad_steps) == 1
-    chex.assert_trees_all_equal(state.ema, before)
-
-
 def test_gradients_are_clipped_to_a_global_norm() -> None:
-    """Seen in Adam's first moment: its update alone does not tell how large a gradient was."""
+    """Adam's update does not depend on the gradient's size, but its first moment does."""
     parameters = {"a": np.zeros((2, 2), np.float32), "b": np.zeros(5, np.float32)}
     gradient = {"a": np.full((2, 2), 3, np.float32), "b": np.full(5, 4, np.float32)}
     norm = np.sqrt(4 * 9 + 5 * 16)
@@ -393,8 +334,8 @@ def test_gradients_are_clipped_to_a_global_norm() -> None:
 
 
 def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
-    """Parameters and Adam's moments stay float32."""
-    low = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="bfloat16"))
+    """Parameters and Adam's moments stay in float32."""
+    low = changed(CONFIG, model={"dtype": "bfloat16"})
     (low_state, low_metrics), (_, metrics) = (
         step_functions(each).train_step(start(step_functions(each)), batch())
         for each in (low, CONFIG)
@@ -408,7 +349,7 @@ def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
 
 
 def test_remat_gives_the_same_gradients() -> None:
-    remat = dataclasses.replace(DROPPING, model=dataclasses.replace(DROPPING.model, remat=True))
+    remat = changed(DROPPING, model={"remat": True})
     (state, _), (plain, _) = (
         step_functions(each).train_step(start(step_functions(each)), batch())
         for each in (remat, DROPPING)
@@ -416,10 +357,8 @@ def test_remat_gives_the_same_gradients() -> None:
     chex.assert_trees_all_close(state.optimizer, plain.optimizer, rtol=1e-4, atol=1e-6)
 
 
-def test_weight_decay_acts_on_matrices_only() -> None:
-    config = dataclasses.replace(
-        CONFIG, model=dataclasses.replace(CONFIG.model, attention_bias=True, tie_embeddings="none")
-    )
+def test_weight_decay_applies_to_matrices_only() -> None:
+    config = changed(CONFIG, model={"attention_bias": True, "tie_embeddings": "none"})
     ones = jax.tree.map(
         lambda p: np.ones(p.shape, np.float32), step_functions(config).abstract_state.parameters
     )
@@ -451,16 +390,14 @@ def test_dropout_differs_between_steps_and_rows() -> None:
     assert again == first
 
 
-def test_r_drop_compares_two_draws_of_dropout() -> None:
-    """Its tokens count once, its divergence is there and, where training goes by it, becomes
-    small.
-    """
+def test_r_drop_penalizes_the_divergence_between_two_dropout_masks() -> None:
+    """The divergence is proportional to ``r_drop`` and shrinks in training. Tokens count once."""
 
-    def run(r_drop: float, steps: int) -> list[StepMetrics]:
-        training = dataclasses.replace(CONFIG.training, label_smoothing=0.0, r_drop=r_drop)
-        run = step_functions(dataclasses.replace(DROPPING, training=training), 2)
+    def run(r_drop: float, devices: int) -> list[StepMetrics]:
+        training = {"label_smoothing": 0.0, "r_drop": r_drop}
+        run = step_functions(changed(DROPPING, training=training), devices)
         state, found = start(run), []
-        for _ in range(steps):
+        for _ in range(10):
             state, metrics = run.train_step(state, batch())
             found.append(metrics)
         return found
@@ -469,7 +406,7 @@ def test_r_drop_compares_two_draws_of_dropout() -> None:
         loss, nll, tokens = map(float, (metrics.sums.loss, metrics.sums.nll, metrics.sums.tokens))
         return (loss - nll) / tokens
 
-    weak, strong = run(0.5, 10), run(5.0, 10)
+    weak, strong = run(0.5, devices=1), run(5.0, devices=2)
     assert int(strong[0].sums.tokens) == (batch().target_BT > 0).sum()
     np.testing.assert_allclose(divergence(strong[0]), 10 * divergence(weak[0]), rtol=1e-4)
     assert divergence(strong[-1]) < 0.5 * 10 * divergence(weak[-1])
@@ -488,22 +425,15 @@ def test_schedule_is_equation_3_with_steps_from_1() -> None:
     ("decay", "at_half", "at_end"),
     [("constant", 1, 1), ("linear", 0.5, 0.01), ("cosine", 0.5, (1 - np.cos(np.pi / 100)) / 2)],
 )
-def test_other_decays_end_with_the_training(decay: str, at_half: float, at_end: float) -> None:
+def test_other_decays_end_at_the_last_step(decay: str, at_half: float, at_end: float) -> None:
     config = OptimizerConfig(warmup_steps=10, peak_learning_rate=2.0, decay=decay)  # type: ignore[arg-type]
     schedule = learning_rate_schedule(config, 512, 109)
     np.testing.assert_allclose([schedule(4), schedule(9)], [1.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose([schedule(59), schedule(108)], [2 * at_half, 2 * at_end], rtol=1e-3)
-    if decay != "constant":
-        with pytest.raises(
-            UserError, match=r"training.steps is 10; expected more than optimizer.warmup_steps = 10"
-        ):
-            learning_rate_schedule(config, 512, 10)
 
 
-def test_the_moving_average_follows_closely_at_first() -> None:
-    run = step_functions(
-        dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.2))
-    )
+def test_the_moving_average_starts_with_a_low_decay() -> None:
+    run = step_functions(changed(CONFIG, optimizer={"ema_decay": 0.2}))
     state = run.init()
     for decay in (2 / 11, 0.2, 0.2):  # (1 + t) / (10 + t), at most ema_decay
         before = np.asarray(state.ema["target_embedding"]["matrix"])
@@ -514,16 +444,15 @@ def test_the_moving_average_follows_closely_at_first() -> None:
         )
 
 
-def test_the_moving_average_does_not_count_a_skipped_step() -> None:
-    """After one bad step the first good one still has the first decay."""
-    run = step_functions(
-        dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.2))
-    )
+def test_the_moving_average_ignores_a_skipped_step() -> None:
+    """The skipped step does not change it, and the next step has the decay of a first step."""
+    run = step_functions(changed(CONFIG, optimizer={"ema_decay": 0.2}))
     good, broken = run.init(), run.init()
     embedding = broken.parameters["target_embedding"]
     embedding["matrix"] = np.full(embedding["matrix"].shape, np.nan, np.float32)
     state, metrics = run.train_step(broken, batch())
     assert int(metrics.bad_steps) == 1 and int(state.step) == 1
+    chex.assert_trees_all_equal(state.ema, good.ema)
     before = np.asarray(good.ema["target_embedding"]["matrix"])
     state = dataclasses.replace(state, parameters=good.parameters)
     state, _ = run.train_step(state, batch())
@@ -548,16 +477,15 @@ def test_first_update_has_the_size_of_the_learning_rate() -> None:
 def test_mesh_errors() -> None:
     with pytest.raises(UserError, match="expected a product of 8, the number of devices"):
         make_mesh(MeshConfig(data=3))
-    with pytest.raises(UserError, match=r"multiple of mesh.data x mesh.fsdp = 8"):
+    with pytest.raises(UserError, match=r"multiple of mesh.data x mesh.fsdp x .* = 8"):
         check_rows(make_mesh(MeshConfig()), 12)
-    with pytest.raises(UserError, match=r"is 24; expected .* x optimizer.accumulate_steps = 8 x 2"):
+    with pytest.raises(UserError, match=r"is 24; expected .* x optimizer.accumulate_steps = 16"):
         check_rows(make_mesh(MeshConfig()), 24, 2)
     check_rows(make_mesh(MeshConfig()), 32, 2)
     with pytest.raises(UserError, match="mesh.tensor is 8; expected a divisor"):
-        four_heads = dataclasses.replace(CONFIG.model, num_heads=4)
-        step_functions(dataclasses.replace(CONFIG, model=four_heads, mesh=MeshConfig(tensor=8)), 8)
+        step_functions(changed(CONFIG, model={"num_heads": 4}, mesh=MeshConfig(tensor=8)), 8)
     with pytest.raises(UserError, match="mesh.fsdp is 3; expected a divisor of model.d_model"):
-        step_functions(dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=3)), 3)
+        step_functions(changed(CONFIG, mesh=MeshConfig(fsdp=3)), 3)
 
 
 @pytest.mark.devices(8)
@@ -572,47 +500,34 @@ def test_optimizer_state_is_sharded_like_its_parameters() -> None:
 
 
 @pytest.mark.devices(8)
-@pytest.mark.parametrize("mesh", [(8, 1), (2, 4)], ids=str)
-def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
-    """What crosses them is parameters and gradients; of a batch it is what the embeddings' gradient
-    needs, not every layer, nor what dropout keeps.
+def test_data_and_fsdp_axes_exchange_no_activations() -> None:
+    """They exchange parameters and gradients. Of a batch, only the gradient of the embeddings needs
+    an exchange, which is smaller than the output of one layer.
     """
-    model = dataclasses.replace(
-        DROPPING.model,
-        vocab_size=256,
-        d_model=64,
-        d_ff=256,
-        num_layers=1,
-        attention_dropout=0.1,
-        feed_forward_dropout=0.1,
-    )
-    config = dataclasses.replace(DROPPING, model=model, mesh=MeshConfig(*mesh))
+    model = {"vocab_size": 256, "d_model": 64, "d_ff": 256}
+    model |= {"attention_dropout": 0.1, "feed_forward_dropout": 0.1}
+    config = changed(DROPPING, model=model, mesh=MeshConfig(2, 4))
     crossing = collectives(compiled_step(step_functions(config, 8), ROWS))
-    layer_mb = ROWS / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
+    layer_mb = ROWS / 8 * 16 * config.model.d_model * 4 / 1e6  # one layer's output on one device
     assert sum(figures["mb"] for figures in crossing.values()) < layer_mb
 
 
 def test_compiler_options_exist() -> None:
-    """XLA has the same options on every platform, and refuses unknown ones."""
+    """XLA knows the same options on every platform, and unknown options are an error."""
     for options in step_module.COMPILER_OPTIONS.values():
         assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
 
 
 @pytest.fixture
 def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The training step's GPU kernels on CPUs, in functions that no other test has compiled. Holds
-    the names of those that were traced.
-    """
+    """Interpret the training step's GPU kernels on CPUs. Collects the names of traced kernels."""
     traced: set[str] = set()
 
     def interpreted(name: str, kernel: Any, *given: Any, **settings: Any) -> Any:
         traced.add(name)
         return kernel(*given, **settings, interpret=True)
 
-    for module, name in (
-        (attention_kernel, "short_attention"),
-        (norm_kernel, "residual_norm"),
-    ):
+    for module, name in ((attention_kernel, "short_attention"), (norm_kernel, "residual_norm")):
         monkeypatch.setattr(module, name, partial(interpreted, name, getattr(module, name)))
     monkeypatch.setattr(gpu, "runs_kernels", lambda: True)
     monkeypatch.setattr(attention_kernel, "runs_kernels", lambda: True)
@@ -622,14 +537,9 @@ def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.devices(8)
-def test_losses_are_the_same_with_kernels_on_several_devices(
-    request: pytest.FixtureRequest,
-) -> None:
-    """Kernels draw the same masks. They round in bfloat16 where plain layers do, but not always."""
-    model = dataclasses.replace(
-        CONFIG.model, d_model=128, num_heads=8, dropout=0.1, dtype="bfloat16", attention_dropout=0.0
-    )
-    config = dataclasses.replace(CONFIG, model=model)
+def test_kernels_on_several_devices_give_the_same_losses(request: pytest.FixtureRequest) -> None:
+    """Kernels draw the same dropout masks, but round to bfloat16 in slightly different places."""
+    config = changed(DROPPING, model={"d_model": 128, "dtype": "bfloat16"})
     first = jax.tree.map(np.asarray, step_functions(config).init())
 
     def losses(config: Config, devices: int) -> list[float]:
@@ -638,13 +548,13 @@ def test_losses_are_the_same_with_kernels_on_several_devices(
             jax.device_put(first, jax.tree.map(lambda x: x.sharding, run.abstract_state)),
             [],
         )
-        for step in range(4):
+        for step in range(2):
             state, metrics = run.train_step(state, batch(step))
             sums.append(float(metrics.sums.loss))
         return sums
 
     plain = losses(config, 1)
     traced = request.getfixturevalue("interpreted_kernels")
-    together = losses(dataclasses.replace(config, mesh=MeshConfig(2, 2, 2)), 8)
+    together = losses(changed(config, mesh=MeshConfig(2, 2, 2)), 8)
     assert traced == {"short_attention", "residual_norm"} and together != plain
     np.testing.assert_allclose(together, plain, rtol=2e-3)

@@ -25,7 +25,6 @@ from transformer_jax.data.bucketing import (
 )
 from transformer_jax.data.corpus import Corpus, ranges
 from transformer_jax.data.packing import pack
-from transformer_jax.errors import UserError
 
 Array = Any  # np.ndarray in the batch plan, jax.Array in the data loader
 
@@ -55,14 +54,9 @@ class BatchPlan:
     def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
         """Choose batch shapes and build rows. Takes seconds for ten million pairs.
 
-        Raises ``UserError`` if the corpus is empty, the token budget is too small for
-        ``row_multiple`` rows of the maximum length, or (packed) a sentence is longer than a row.
+        Raises ``UserError`` if the token budget is too small for ``row_multiple`` rows of the
+        maximum length, or (packed) a sentence is longer than a row.
         """
-        if not corpus.num_pairs:
-            raise UserError(
-                "The corpus has no pairs. Check its files and the limits data.max_source_length "
-                "and data.max_target_length."
-            )
         self.packed, limits = config.layout == "packed", (config.tokens, config.row_multiple)
         self._corpus, self._seed = corpus, seed
         N, lengths_2KN = corpus.num_pairs, corpus.lengths()

@@ -8,7 +8,6 @@ to verify copies of the folder.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,13 +25,12 @@ from transformer_jax.config import DataConfig, PairsConfig
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
 from transformer_jax.errors import UserError, shown
-from transformer_jax.storage import locked
+from transformer_jax.storage import MANIFEST
 from transformer_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-_TEMPORARY = "tmp-"
-MANIFEST = "manifest.json"
+TEMPORARY = "tmp-"
 _SIDES = ("source", "target")
 
 
@@ -56,6 +54,7 @@ class Corpus:
     """
 
     fingerprint: str
+    """SHA-256 (hex) of the text and the settings. Empty if built from lists."""
     sides: tuple[Sequences, Sequences]
     """Source and target."""
     num_read: int
@@ -89,19 +88,12 @@ class Corpus:
         cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
     ) -> Corpus:
         """Build a corpus in memory from token ids. EOS is added to each sequence."""
-        if len(sources) != len(targets):
-            raise UserError(
-                f"Got {len(sources)} sources and {len(targets)} targets; expected the same number "
-                "of each."
-            )
-        digest, sides = hashlib.sha256(), []
+        sides = []
         for lists in (sources, targets):
             tokens, lengths = flatten(lists, np.dtype(np.int32))
-            digest.update(tokens.tobytes())
-            digest.update(lengths.tobytes())
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             sides.append(Sequences(tokens, offsets))
-        return cls(digest.hexdigest(), (sides[0], sides[1]), len(sources))
+        return cls("", (sides[0], sides[1]), len(sources))
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -133,37 +125,23 @@ def build_corpus(
     directory.mkdir(parents=True, exist_ok=True)
     if corpus := open_corpus(directory, job.fingerprint(text)):
         return corpus
-    notice = f"Another process is tokenizing text in {directory}; waiting for it."
-    with locked(directory / ".lock", wait=True, notice=notice) as alone:
-        if corpus := open_corpus(directory, job.fingerprint(text)):  # built in the meantime
-            return corpus
-        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # of killed processes
-            shutil.rmtree(left)
-        try:
-            corpus = _build(text, job, directory)
-        except OSError as error:  # for example a full disk
-            error.filename = error.filename or str(directory)
-            raise
-        kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
-        _log.info("%s of %s pairs pass the filters.", kept, read)
-        return corpus
-
-
-def corpus_name(fingerprint: str) -> str:
-    """Return the folder name of a corpus."""
-    return fingerprint[:20]
+    try:
+        corpus = _build(text, job, directory)
+    except OSError as error:  # for example a full disk
+        error.filename = error.filename or str(directory)
+        raise
+    kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
+    _log.info("%s of %s pairs pass the filters.", kept, read)
+    return corpus
 
 
 def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
     """Open the corpus with this fingerprint. Returns None if it is missing or corrupt."""
-    folder = directory / corpus_name(fingerprint)
+    folder = directory / fingerprint
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        arrays = {
-            name: np.memmap(folder / name, dtype, "r") for name, dtype in manifest["dtypes"].items()
-        }
-        checksums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
-        if manifest["fingerprint"] != fingerprint or manifest["checksums"] != checksums:
+        arrays, checksums = _mapped(folder, manifest["dtypes"])
+        if manifest["checksums"] != checksums:
             return None
         source, target = (
             Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"]) for side in _SIDES
@@ -173,47 +151,52 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         return None
 
 
+def _mapped(folder: Path, dtypes: dict[str, str]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Memory-map the arrays in a folder and compute their checksums."""
+    arrays: dict[str, np.ndarray] = {
+        name: np.memmap(folder / name, dtype, "r") for name, dtype in dtypes.items()
+    }
+    return arrays, {name: zlib.crc32(array.data) for name, array in arrays.items()}
+
+
 def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
     """Write the corpus under a temporary name and rename it when complete."""
-    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=directory) as temporary:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=directory) as temporary:
         folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
         folder.mkdir()
-        fingerprint = _write(folder, text, job)
-        final = directory / corpus_name(fingerprint)
+        _write(folder, text, job)
+        fingerprint = job.fingerprint(text)  # the text may have changed since it was opened
+        final = directory / fingerprint
         if final.exists() and open_corpus(directory, fingerprint) is None:
             _log.warning("The tokenized corpus %s is corrupt; rebuilding it.", final)
             shutil.rmtree(final)
         try:
             folder.rename(final)
         except OSError:
-            if not final.exists():  # otherwise another machine built it first
+            if not final.exists():  # otherwise another process built it first
                 raise
     corpus = open_corpus(directory, fingerprint)
     assert corpus is not None, f"{final} was just written"
     return corpus
 
 
-def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
-    """Tokenize and hash the text in one pass. Returns the fingerprint of the corpus."""
-    dtypes = {f"{side}_offsets": np.dtype(np.int64) for side in _SIDES}
-    dtypes |= {f"{side}_tokens": dtype for side, dtype in zip(_SIDES, job.dtypes())}
-    checksums = dict.fromkeys(dtypes, 0)
+def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
+    """Tokenize and hash the text in one pass."""
+    dtypes = {f"{side}_offsets": "int64" for side in _SIDES}
+    dtypes |= {f"{side}_tokens": dtype.name for side, dtype in zip(_SIDES, job.dtypes())}
     num_read, num_tokens = 0, dict.fromkeys(_SIDES, 0)
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / name).open("wb")) for name in dtypes}
-
-        def append(name: str, array: np.ndarray) -> None:
-            checksums[name] = _append(files[name], array, checksums[name])
-
         for side in _SIDES:
-            append(f"{side}_offsets", np.zeros(1, np.int64))
+            files[f"{side}_offsets"].write(np.zeros(1, np.int64).data)
         pairs = text.pairs()
         # Closing it, even after an error, ends the worker processes.
         for chunk in stack.enter_context(closing(tokenized(pairs, job))):
             num_read += chunk.num_read
             for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
-                append(f"{side}_tokens", tokens)
-                append(f"{side}_offsets", num_tokens[side] + np.cumsum(lengths, dtype=np.int64))
+                files[f"{side}_tokens"].write(tokens.data)
+                ends = num_tokens[side] + np.cumsum(lengths, dtype=np.int64)
+                files[f"{side}_offsets"].write(ends.data)
                 num_tokens[side] += len(tokens)
     if not num_tokens["source"]:
         raise UserError(
@@ -221,19 +204,10 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
             f"{shown(text.config.source or text.config.kind)}. Check the text, or "
             "raise data.max_source_length and data.max_target_length."
         )
-    fingerprint = job.fingerprint(text)
     manifest = {
-        "fingerprint": fingerprint,
         "num_read": num_read,
         "num_samples": job.num_samples,
-        "dtypes": {name: dtype.name for name, dtype in dtypes.items()},
-        "checksums": checksums,
+        "dtypes": dtypes,
+        "checksums": _mapped(folder, dtypes)[1],
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    return fingerprint
-
-
-def _append(file: BinaryIO, array: np.ndarray, checksum: int) -> int:
-    """Append an array to a file and return the updated checksum of the file."""
-    file.write(array.data)
-    return zlib.crc32(array.data, checksum)

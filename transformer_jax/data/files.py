@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from transformer_jax.errors import UserError
-from transformer_jax.storage import AnyPath, is_url, kind_of, remote_path
+from transformer_jax.storage import AnyPath, is_url, kind_of, to_path
 
 
 def expanded(name: str, root: str = "") -> list[AnyPath]:
@@ -19,20 +19,15 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     treated as a glob. Raises ``UserError`` if a glob does not match any files.
     """
     name, root = os.path.expanduser(name), os.path.expanduser(root)
-    if is_url(name) or (is_url(root) and not os.path.isabs(name)):
-        url = name if is_url(name) else f"{root.rstrip('/')}/{name}"
-        remote = remote_path(url)
-        if not glob.has_magic(url) or kind_of(remote) == "file":
-            return [remote]
-        store = remote.fs
-        found = [match for match in sorted(store.glob(remote.path)) if store.isfile(match)]
-        files: list[AnyPath] = [remote_path(store.unstrip_protocol(match)) for match in found]
+    full = name if is_url(name) else os.path.join(root, name)
+    path = to_path(full)
+    if not glob.has_magic(name) or kind_of(path):
+        return [path]
+    if isinstance(path, Path):
+        found = glob.glob(os.path.join(glob.escape(root), name), recursive=True)
     else:
-        path = Path(root, name)
-        if not glob.has_magic(name) or path.exists():
-            return [path]
-        found = sorted(glob.glob(os.path.join(glob.escape(root), name), recursive=True))
-        files = [Path(match) for match in found if os.path.isfile(match)]
+        found = [path.fs.unstrip_protocol(match) for match in path.fs.glob(path.path)]
+    files = [file for file in map(to_path, sorted(found)) if kind_of(file) == "file"]
     if not files:
         start = f" Relative names start from data.root = {root!r}." if root else ""
         raise UserError(
@@ -59,10 +54,10 @@ def find_files(names: Iterable[tuple[str, str]], root: str) -> list[tuple[AnyPat
             )
         found += zip(sources, targets)
     for file in chain.from_iterable(found):
-        if (kind := kind_of(file)) != "file":
+        if kind_of(file) != "file":
             raise UserError(
-                f"File {str(file)!r} {'is not a regular file' if kind else 'does not exist'}; "
-                "expected a text file as source or target of data.train, data.dev or "
-                f"data.test. Relative names start from data.root = {root!r}."
+                f"{str(file)!r} is not a file; expected a text file as source or target of "
+                f"data.train, data.dev or data.test. Relative names start from data.root = "
+                f"{root!r}."
             )
     return found

@@ -70,14 +70,9 @@ def _on_devices(plan: BatchPlan, sharding: NamedSharding | None, step: int) -> B
         return jax.tree.map(jax.device_put, plan.batch(step))
     B, _, _ = plan.shape(step)
     # The mesh follows the hardware's topology, so a process's rows may not be contiguous.
-    is_here_B = np.zeros(B, bool)
-    for index in sharding.addressable_devices_indices_map((B, 1)).values():
-        if index is not None:
-            is_here_B[index[0]] = True
-
-    def place_rows(rows: np.ndarray) -> jax.Array:
-        whole = np.zeros((B, rows.shape[1]), rows.dtype)
-        whole[is_here_B] = rows
-        return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
-
-    return jax.tree.map(place_rows, plan.batch(step, np.flatnonzero(is_here_B)))
+    indices = sharding.addressable_devices_indices_map((B, 1)).values()
+    rows = np.unique(np.concatenate([np.arange(B)[index[0]] for index in indices if index]))
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, x, (B, x.shape[1])),
+        plan.batch(step, rows),
+    )

@@ -277,15 +277,12 @@ class AsyncTranslator:
     def from_workdir(
         cls,
         workdir: str | Path,
-        *,
-        average: int | None = None,
         **settings: Any,
     ) -> Self:
         """Load the model of a training run on all devices.
 
         ``workdir`` is the path or URL of a work directory or of one of its checkpoints.
-        ``settings`` override fields of the run's ``decoding`` config. See ``load_model`` for
-        ``average``.
+        ``settings`` override fields of the run's ``decoding`` config.
 
         Raises:
           UserError: see ``load_model`` and ``Translator``.
@@ -293,7 +290,7 @@ class AsyncTranslator:
         folder = local_workdir(workdir)
         rows = replace(load_config_file(folder).decoding, **settings).batch_size
         devices = devices_for_rows(rows)  # before JAX is initialized
-        return cls(Translator.from_workdir(folder, devices=devices, average=average, **settings))
+        return cls(Translator.from_workdir(folder, devices=devices, **settings))
 
     def start(self) -> None:
         """Compile everything, then start the search threads."""

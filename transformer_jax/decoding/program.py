@@ -115,9 +115,6 @@ class Arguments:
     """Path or URL of a work directory or of one of its checkpoints. Several work directories form
     an ensemble, which averages the models' probabilities.
     """
-    average: int | None = None
-    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
-    at the end of training; for a checkpoint's folder, only that checkpoint."""
     files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
     results: Annotated[Results, tyro.conf.arg(name="")] = field(default_factory=Results)
     evaluation: Annotated[Evaluation, tyro.conf.arg(name="")] = field(default_factory=Evaluation)
@@ -239,7 +236,7 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     size = arguments.files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))
     task = Translator if arguments.evaluation.score is None else Scorer
-    loaded = load_models(arguments.workdir, average=arguments.average, **vars(search))
+    loaded = load_models(arguments.workdir, **vars(search))
     models: Translator | Scorer = task(*loaded, devices=devices)
     aligner: Scorer | None = None
     if results.alignments:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.config_checks import Count, Positive, PositiveFloat, Seed, TopP
+from transformer_jax.config_checks import Count, Positive, PositiveFloat, PositiveFraction
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
@@ -38,11 +38,11 @@ class Sampling(Method):
     """
     top_k: Count = 0
     """Draw only from the k most likely tokens (Fan et al., 2018). 0 draws from all tokens."""
-    top_p: TopP = 1.0
+    top_p: PositiveFraction = 1.0
     """Nucleus sampling, applied after ``top_k``: draw from the smallest set of most likely tokens
     whose total probability reaches p (Holtzman et al., 2020).
     """
-    seed: Seed = 0
+    seed: Count = 0
     """A sentence's samples depend on this seed and on the sentence's own ``seed_B``, not on other
     sentences.
     """

@@ -18,15 +18,13 @@ from transformer_jax.tokenizer import Tokenizer
 
 def load_models(
     workdir: str | Path | Sequence[str | Path],
-    *,
-    average: int | None = None,
     **settings: Any,
 ) -> tuple[Transformer | Ensemble, Tokenizer, DecodingConfig]:
     """Load the model of a training run, or an ensemble of several runs, with the tokenizer and
     decoding settings of the (first) run.
 
     ``workdir`` is the path or URL of a work directory or of one of its checkpoints. ``settings``
-    override fields of the run's ``decoding`` config. See ``load_model`` for ``average``.
+    override fields of the run's ``decoding`` config.
 
     Raises:
       UserError: runs have different tokenizers; see also ``load_model``.
@@ -35,7 +33,7 @@ def load_models(
     if not workdirs:
         raise UserError("workdir is empty; expected one or more work directories.")
     configs, models, tokenizers = zip(
-        *(load_model(local_workdir(each), average=average) for each in workdirs), strict=True
+        *(load_model(local_workdir(each)) for each in workdirs), strict=True
     )
     for other, tokenizer in zip(workdirs, tokenizers, strict=True):
         if tokenizer.fingerprint != tokenizers[0].fingerprint:

@@ -37,10 +37,6 @@ class Arguments:
     """Layers, numbered from 1; -1 is the last. Default: all."""
     heads: tuple[int, ...] = ()
     """Heads, numbered from 1. Default: all."""
-    average: int | None = None
-    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
-    at the end of training; for a checkpoint's folder, only that checkpoint.
-    """
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +50,7 @@ def _run(argv: list[str] | None) -> None:
     from transformer_jax import Translator, keep_compiled, sentence_attention
 
     keep_compiled()
-    translator = Translator.from_workdir(task.workdir, average=task.average, batch_size=1)
+    translator = Translator.from_workdir(task.workdir, batch_size=1)
     attention = sentence_attention(translator, task.text, target=task.target)
     figure = attention_maps(
         *attention.of(task.kind), layers=task.layers, heads=task.heads, title=_TITLES[task.kind]

@@ -30,10 +30,6 @@ class Export:
     """A CTranslate2 folder, or a MarianMT folder for Hugging Face transformers."""
     output: str
     """New or empty folder to write to."""
-    average: int | None = None
-    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
-    at the end of training; for a checkpoint's folder, only that checkpoint.
-    """
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def _export(task: Export) -> None:
 
     exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
     with _new_folder(task.output, "output") as folder:
-        config, model, tokenizer = load_model(local_workdir(task.workdir), average=task.average)
+        config, model, tokenizer = load_model(local_workdir(task.workdir))
         exports[task.format](config, model, tokenizer, folder)
     logger.info(
         "Wrote %s for %s. See docs/interop.md for differences in search.",

@@ -78,11 +78,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s
     models = {}
     for workdir, pair, search in served:
-        models[pair] = AsyncTranslator.from_workdir(
-            workdir,
-            average=arguments.average,
-            **vars(search),
-        )
+        models[pair] = AsyncTranslator.from_workdir(workdir, **vars(search))
         log.info("%s: %s from %s", pair, models[pair].translator, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 

@@ -63,10 +63,6 @@ class Arguments:
     timeout: float = 60.0
     """Maximum number of seconds from the start of a request to its response; slower requests get
     status 503."""
-    average: int | None = None
-    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
-    at the end of training; for a checkpoint's folder, only that checkpoint.
-    """
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
         default_factory=DecodingConfig
     )

@@ -22,7 +22,7 @@ from transformer_jax.config import Config, Processes
 class Arguments:
     """Train a Transformer. Run the same command again to resume."""
 
-    workdir: str
+    workdir: str = tyro.MISSING
     """Work directory for config, tokenizer, checkpoints and metrics, created if missing. A folder
     or a URL (s3://, gs://, ...)."""
     config: str = ""
@@ -30,8 +30,8 @@ class Arguments:
     recipe file (which is executed, so use only files that you trust); or a work directory's
     config.json. Sets the defaults of all other flags. '': the paper's base model."""
     allow_changes: bool = False
-    """Allow a resumed run to change batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
-    remat, start_from, and steps if the learning rate depends on it."""
+    """Allow a resumed run to change batch.*, optimizer.* (except ema_decay), dropout, label
+    smoothing, R-Drop, dtype, remat, start_from, and steps if the learning rate depends on it."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -65,9 +65,6 @@ def _train(argv: list[str]) -> int:
         if lost_contact(error.__cause__):
             os._exit(1)  # a normal exit of JAX waits for the other processes
         return 1
-    except KeyboardInterrupt:  # before the first step; later, Ctrl-C saves and returns
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        raise
     return 128 + signal.Signals[summary["stopped_by"]] if summary["stopped_by"] else 0
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -49,22 +48,21 @@ class CompileAhead:
         # so they all have to compile in the same order.
         threads = max(1, num_cores() // 2) if jax.process_count() == 1 else 1
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=COMPILING)
-        self._began = time.monotonic()
         shapes = run.plan.first_uses(int(run.state.step), run.config.training.steps)
         self._steps = {shape: self._pool.submit(self._compile, shape) for shape in shapes}
 
-    def wait(self, shape: tuple[int, int, int], poll: Callable[[str], None]) -> Any:
+    def wait(self, shape: tuple[int, int, int], show: Callable[[str], None]) -> Any:
         """Wait for the compiled step for this shape and return it.
 
-        While waiting, calls ``poll`` with the compilation progress ten times a second. ``poll`` can
-        raise an exception to stop waiting. Raises the compiler's error for any shape, or
-        ``UserError`` if a shape does not fit into memory.
+        While waiting, calls ``show`` with the compilation progress. Raises the compiler's error for
+        any compiled shape, or ``UserError`` if a shape does not fit into memory.
         """
-        self.before_collectives(poll)
-        self._wait([self._steps[shape]], poll)
+        self.before_collectives(show)
+        self._wait([each for each in self._steps.values() if each.done()], show)
+        self._wait([self._steps[shape]], show)
         return self._steps[shape].result()
 
-    def before_collectives(self, poll: Callable[[str], None]) -> None:
+    def before_collectives(self, show: Callable[[str], None]) -> None:
         """Wait for all shapes if several GPUs or processes are used; see ``wait``.
 
         They must not run collectives while they compile.
@@ -72,18 +70,14 @@ class CompileAhead:
         if self._all_first:
             self._all_first = False
             with together():  # on CPUs a collective waits only 30 s for slower processes
-                self._wait(list(self._steps.values()), poll)
+                self._wait(list(self._steps.values()), show)
 
-    def _wait(self, needed: list[Future[Any]], poll: Callable[[str], None]) -> None:
-        while True:
-            done = [each for each in self._steps.values() if each.done()]
-            for each in done:
-                each.result()
-            if all(each.done() for each in needed):
-                return
-            seconds = time.monotonic() - self._began
-            poll(f"compiling shape {len(done) + 1} of {len(self._steps)}, {seconds:.0f} s")
-            wait(needed, timeout=0.1)
+    def _wait(self, needed: list[Future[Any]], show: Callable[[str], None]) -> None:
+        for each in needed:
+            if not each.done():
+                done = sum(step.done() for step in self._steps.values())
+                show(f"compiling shape {done + 1} of {len(self._steps)}")
+            each.result()
 
     def close(self) -> None:
         """Cancel pending compilations.

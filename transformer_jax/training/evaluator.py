@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches, place
-from transformer_jax.decoding.records import Request, blocks
+from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import from_all, from_first
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
@@ -33,7 +32,6 @@ from transformer_jax.training.step import Parameters
 log = logging.getLogger(__name__)
 
 _EVALUATION_SHAPES = 4  # few, because each shape is compiled for only a few batches
-_BATCHES_BETWEEN_POLLS = 20  # while translating
 
 
 class Evaluator:
@@ -42,9 +40,8 @@ class Evaluator:
     Every process must call the same methods in the same order, and gets the same results.
     """
 
-    def __init__(self, run: Prepared, *, poll: Callable[[], None] = lambda: None):
-        """Set up evaluation. ``poll`` is called between batches and can raise an exception."""
-        self._run, self._poll = run, poll
+    def __init__(self, run: Prepared):
+        self._run = run
         dev = run.corpora.get("dev")
         self._dev = None if dev is None else self._plan(dev)
         self._translator: Translator | None = None
@@ -93,19 +90,18 @@ class Evaluator:
         run, training = self._run, self._run.config.training
         steps = from_first(run.checkpoints.steps)
         folders = [run.checkpoints.folder / checkpoint_name(step) for step in reversed(steps)]
-        last, best_step = folders[0], run.progress.best_step
-        best = [path for path in folders if int(path.name) == best_step]
+        best = [path for path in folders if int(path.name) == run.progress.best_step]
+        chains = [
+            up_to(end, folders, training.most_averaged, training.checkpoint_every)
+            for end in dict.fromkeys([folders[0], *best])
+        ]
         if training.average != "auto":
-            stopped_early = run.progress.early_stopping_triggered(training.patience)
-            end = best[0] if stopped_early and best else last
-            return up_to(end, folders, training.average, training.checkpoint_every)
+            return chains[-1 if run.progress.early_stopping_triggered(training.patience) else 0]
         if self._dev is None:
             log.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
-            return [last]
+            return chains[0][:1]
         losses: dict[float, list[AnyPath]] = {}
-        for end in dict.fromkeys([last, *best]):
-            most, every = training.most_averaged, training.checkpoint_every
-            chain = up_to(end, folders, most, every)
+        for chain in chains:
             for count, average in enumerate(load_averages(chain), start=1):
                 sums = self._loss(self._placed(average), self._dev)
                 losses.setdefault(means(sums)["loss"], chain[:count])
@@ -120,8 +116,6 @@ class Evaluator:
         scores = evaluate(translations, references, tokenize=tokenize, language=language)
         figures: dict[str, Any] = {
             "sentences": len(references),
-            "checkpoint": int(checkpoints[0].name),
-            "averaged_checkpoints": len(checkpoints),
             "exact_match": scores.exact_match,
         }
         for name in ("bleu", "chrf", "paper_bleu"):
@@ -134,11 +128,9 @@ class Evaluator:
         return place(parameters, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
-        rows, parts = batch_sharding(self._run.mesh), []
-        with closing(load_batches(plan, sharding=rows, stop=plan.steps_per_epoch)) as batches:
-            for batch in batches:
-                self._poll()
-                parts.append(self._run.functions.eval_step(parameters, batch))
+        rows = batch_sharding(self._run.mesh)
+        batches = load_batches(plan, sharding=rows, stop=plan.steps_per_epoch)
+        parts = [self._run.functions.eval_step(parameters, batch) for batch in batches]
         return jax.tree.map(lambda *sums: sum(sums), *jax.device_get(parts))
 
     def _whole(self, parameters: Parameters) -> Parameters:
@@ -151,12 +143,8 @@ class Evaluator:
         assert self._translator is not None
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
         lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]
-        translations: list[str] = []
-        for window in blocks(lines, _BATCHES_BETWEEN_POLLS * self._run.config.decoding.batch_size):
-            self._poll()
-            its_own = window[jax.process_index() :: jax.process_count()]
-            shares = from_all(self._translator.translate(its_own))
-            places = (divmod(place, len(shares)) for place in range(len(window)))
-            translations += [shares[process][place] for place, process in places]
+        its_own = lines[jax.process_index() :: jax.process_count()]
+        shares = from_all(self._translator.translate(its_own))
         self._translator.parameters = ()
-        return translations
+        places = (divmod(place, len(shares)) for place in range(len(lines)))
+        return [shares[process][place] for place, process in places]

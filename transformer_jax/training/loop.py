@@ -5,9 +5,9 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
-import time
+import math
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
-from transformer_jax.training.signals import Interrupted, Signals
+from transformer_jax.training.signals import Signals
 from transformer_jax.training.step import StepMetrics
-from transformer_jax.training.summary import environment, peak_memory_bytes, totals
+from transformer_jax.training.summary import environment, peak_memory_bytes
 
 log = logging.getLogger(__name__)
 
-_STUCK_SECONDS = 600.0
+_STUCK_SECONDS = 1800.0  # evaluations can take minutes
 
 
 class TrainingError(RuntimeError):
@@ -75,9 +75,8 @@ def train(
                 start_step=int(run.state.step),
             )
         ) as reporter,
-        Signals() as signals,
     ):
-        loop = _Loop(run, reporter, signals, watch)
+        loop = _Loop(run, reporter, watch)
         with closing(CompileAhead(run)) as compiled:
             loop.train(compiled)
             return loop.sum_up()
@@ -86,8 +85,8 @@ def train(
 class _Watch:
     """Watchdog for a run.
 
-    Adds the current activity to errors from JAX's runtime. If ``poll`` is not called for 10
-    minutes, writes the tracebacks of all threads to stderr.
+    Adds the current activity to errors from JAX's runtime. If ``poll`` is not called for half an
+    hour, writes the tracebacks of all threads to stderr.
     """
 
     doing = "before the first step"
@@ -119,11 +118,11 @@ class _Watch:
 
 
 class _Loop:
-    def __init__(self, run: Prepared, reporter: Reporter, signals: Signals, watch: _Watch):
+    def __init__(self, run: Prepared, reporter: Reporter, watch: _Watch):
         self._run, self._config, self._progress = run, run.config, run.progress
-        self._reporter, self._signals, self._watch = reporter, signals, watch
+        self._reporter, self._signals, self._watch = reporter, Signals(), watch
         self._state, self._step = run.state, int(run.state.step)  # number of completed steps
-        self._evaluator = Evaluator(run, poll=self._poll)
+        self._evaluator = Evaluator(run)
         self._meter = Meter(run.progress)
         self._unread: StepMetrics | None = None  # metrics of the last step
 
@@ -133,14 +132,17 @@ class _Loop:
         run, stop_at = self._run, self._config.training.steps
         rows = batch_sharding(run.mesh)
         loader = load_batches(run.plan, sharding=rows, start=self._step, stop=stop_at)
-        with closing(loader) as batches, suppress(Interrupted):
-            # Evaluate the last saved step, even if the previous run evaluated it.
-            compiled.before_collectives(self._poll)
-            stop = self._progress.early_stopping_triggered(self._config.training.patience)
-            stop = stop or (self._evaluation_due() and self._evaluate())
+        # Evaluate the last saved step, even if the previous run evaluated it.
+        compiled.before_collectives(self._now)
+        stop = self._progress.early_stopping_triggered(self._config.training.patience)
+        stop = stop or (self._evaluation_due() and self._evaluate()) or self._step >= stop_at
+        if not stop:
+            compiled.wait(run.plan.shape(self._step), self._now)
+        # Until now, there was nothing to save, so signals ended the program.
+        with closing(loader) as batches, self._signals:
             for batch in [] if stop else batches:
                 shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
-                train_step = compiled.wait(shape, self._poll)
+                train_step = compiled.wait(shape, self._now)
                 self._watch.poll("step {}, {} rows of {} + {} tokens".format(self._step, *shape))
                 self._state, figures = train_step(self._state, batch)
                 self._read_figures()  # of the previous step, while this one runs
@@ -152,7 +154,7 @@ class _Loop:
                     stop = self._evaluate()
                 if stop:
                     break
-        self._ensure_saved()
+            self._ensure_saved()
 
     def _evaluation_due(self) -> bool:
         training, step = self._config.training, self._step
@@ -163,9 +165,9 @@ class _Loop:
         """Evaluate on the dev set. Returns True if early stopping triggers."""
         training = self._config.training
         number = -(-self._step // training.eval_every)
-        self._reporter.show(status=f"evaluating step {self._step}")
-        self._watch.poll(f"evaluation after step {self._step}")
-        figures, example = self._evaluator.dev(self._state.evaluated, number=number)
+        self._now(f"evaluating step {self._step}")
+        parameters = self._state.parameters if self._state.ema is None else self._state.ema
+        figures, example = self._evaluator.dev(parameters, number=number)
         self._reporter.dev(self._step, figures, example)
         self._progress.note_evaluation(figures, training.select_by, step=self._step)
         self._meter.restart()
@@ -174,73 +176,59 @@ class _Loop:
     def _save(self) -> None:
         self._read_figures()  # the checkpoint contains the totals of all steps so far
         self._watch.poll(f"saving step {self._step}")
-        begin = time.perf_counter()
         self._run.checkpoints.save(self._state, self._progress)
-        held = {"held_seconds": time.perf_counter() - begin}
-        self._reporter.write("save", self._step, held)
 
     def _ensure_saved(self) -> None:
         """Wait for the last checkpoint. If saving failed, retry once."""
         self._watch.poll(f"saving step {self._step}")
         checkpoints = self._run.checkpoints
-        if self._step == 0:  # stopped before the first step: nothing to save
-            return
         if not checkpoints.holds(self._step):
             self._save()
         if not checkpoints.holds(self._step):
-            steps = checkpoints.steps()
-            newest = f"resumes at step {steps[-1]}" if steps else "starts from scratch"
             raise UserError(
                 f"The last checkpoint (step {self._step}) could not be saved in "
                 f"{checkpoints.folder}: {checkpoints.failure}. Free disk space and run the same "
-                f"command again: it {newest}."
+                "command again to resume from the previous checkpoint."
             )
 
     def sum_up(self) -> dict[str, Any]:
         """Evaluate on the test set if training is finished, and write summary.json."""
-        run = self._run
+        run, progress, stopped_by = self._run, self._progress, self._signals.received
         summary: dict[str, Any] = {
-            "stopped_by": None,
-            "stopped_early": self._progress.early_stopping_triggered(
-                self._config.training.patience
-            ),
+            "stopped_by": stopped_by,
+            "stopped_early": progress.early_stopping_triggered(self._config.training.patience),
             "steps": self._step,
             "epochs": self._step / run.plan.steps_per_epoch,
             "bad_steps": int(self._state.bad_steps),
-            **totals(self._progress),
+            **({"best_step": progress.best_step} if progress.best else {}),
+            **{f"best_{name}": value for name, value in progress.best.items()},
+            "train_seconds": progress.train_seconds,
+            "tokens_per_second": progress.tokens / (progress.train_seconds or math.inf),
             "peak_memory_bytes": peak_memory_bytes(),
             **environment(),
         }
-        try:
-            self._poll("choosing the checkpoints to average")
+        if stopped_by:
+            end = f"{stopped_by}: saved at step {self._step}. Run the same command again to resume."
+        else:
+            self._now("choosing the checkpoints to average")
             checkpoints = self._evaluator.choose()
             if "test" in run.pairs:
-                self._poll("evaluating on the test set")
+                self._now("evaluating on the test set")
                 summary["test"], scores = self._evaluator.test(checkpoints)
                 self._reporter.say(f"test, {described(checkpoints)}: {scores}")
             summary["averaged_steps"] = [int(path.name) for path in checkpoints]
-        except Interrupted:
-            summary["stopped_by"] = self._signals.name
-        finally:
-            if is_first():
-                text = json.dumps(summary, indent=2) + "\n"
-                write_atomically(run.workdir.folder / "summary.json", text)
-        if summary["stopped_by"]:
-            saved = f"saved at step {self._step}" if self._step else "nothing was trained yet"
-            again = "Run the same command again to resume."
-            self._reporter.say(f"{summary['stopped_by']}: {saved}. {again}")
-        else:
             model, file = described(checkpoints), f"{run.workdir.store}/summary.json"
-            self._reporter.say(f"done at step {self._step}: {model}; metrics in {file}")
+            end = f"done at step {self._step}: {model}; metrics in {file}"
+        if is_first():
+            text = json.dumps(summary, indent=2) + "\n"
+            write_atomically(run.workdir.folder / "summary.json", text)
+        self._reporter.say(end)
         return summary
 
-    def _poll(self, doing: str = "") -> None:
-        """Reset the watchdog, update the progress bar, and raise ``Interrupted`` after a signal."""
+    def _now(self, doing: str) -> None:
+        """Reset the watchdog and show the current activity."""
         self._watch.poll(doing)
-        if doing:
-            self._reporter.show(status=doing)
-        if self._signals.received is not None:
-            raise Interrupted
+        self._reporter.show(status=doing)
 
     def _read_figures(self) -> None:
         """Read the last step's metrics, unless already read, and log them if due."""
@@ -250,8 +238,6 @@ class _Loop:
         self._meter.add(metrics)
         self._reporter.show(completed=step)
         if metrics.bad_in_a_row:
-            norm = repr(float(metrics.gradient_norm))
-            self._reporter.write("bad_step", step, {"gradient_norm": norm})
             log.warning("Step %d had a non-finite loss or gradient; its update was skipped.", step)
         if metrics.bad_in_a_row >= self._config.training.max_bad_steps:
             raise TrainingError(

@@ -55,7 +55,7 @@ def smoothed_cross_entropy(
 
     The target distribution is (1 - epsilon) one-hot + epsilon / V. Logits are computed in chunks of
     target positions. The same pass computes the gradient of ``loss``, so logits are not recomputed.
-    The gradient of ``nll`` needs another pass.
+    The other sums have no gradient.
 
     Accelerators store logits in hidden_BTD's data type; all sums are float32. Ties are more common
     in bfloat16; ``correct`` also counts labels that tie for the highest logit.
@@ -75,13 +75,8 @@ def smoothed_cross_entropy(
         q) + KL(q, p)) for their predictions p and q.
 
     Raises:
-      UserError: R-Drop with an odd number of rows.
+      UserError: the gradient of ``nll`` is requested.
     """
-    if r_drop and len(target_BT) % 2:
-        raise UserError(
-            f"r_drop is {r_drop} with {len(target_BT)} rows; expected an even number of rows, "
-            "with each sentence pair in two consecutive rows."
-        )
     backend = jax.default_backend()
     dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
     settings = _Settings(label_smoothing, max_logits, dtype, mesh, r_drop, backend)
@@ -95,22 +90,15 @@ def _loss(settings: _Settings, target_BT: jax.Array, inputs: _Inputs) -> LossSum
 
 
 def _forward(settings: _Settings, target_BT: Any, inputs: Any) -> tuple[LossSums, Any]:
-    target_BT, inputs = jax.tree.map(lambda x: x.value, (target_BT, inputs))
-    sums, gradients = _sums_and_gradients(settings, target_BT, inputs)
-    return sums, (gradients, target_BT, inputs)
+    return _sums_and_gradients(settings, *jax.tree.map(lambda x: x.value, (target_BT, inputs)))
 
 
-def _backward(settings: _Settings, residuals: Any, cotangent: LossSums) -> tuple[None, _Inputs]:
-    of_loss, target_BT, inputs = residuals
-    by_loss = cotangent.loss
-    if isinstance(by_loss, SymbolicZero):
-        by_loss = jnp.zeros((), jnp.float32)
-    total = jax.tree.map(lambda g: g * by_loss.astype(g.dtype), of_loss)
+def _backward(_: _Settings, of_loss: _Inputs, cotangent: LossSums) -> tuple[None, _Inputs]:
     if not isinstance(cotangent.nll, SymbolicZero):
-        plain = settings._replace(label_smoothing=0.0, r_drop=0.0)
-        _, of_nll = _sums_and_gradients(plain, target_BT, inputs)
-        total = jax.tree.map(lambda t, g: t + g * cotangent.nll.astype(g.dtype), total, of_nll)
-    return None, total
+        raise UserError(
+            "nll has no gradient; use the gradient of loss, with label_smoothing and r_drop 0."
+        )
+    return None, jax.tree.map(lambda g: g * cotangent.loss.astype(g.dtype), of_loss)
 
 
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from transformer_jax.config import OptimizerConfig
-from transformer_jax.errors import UserError
 from transformer_jax.sharding import parameter_name
 
 
@@ -22,17 +21,10 @@ def learning_rate_schedule(
     another peak or decay. The paper counts steps from 1 and optax from 0, so the schedule adds 1.
 
     Args:
-      steps: total number of training steps. Linear or cosine decay ends at the last one.
-
-    Raises:
-      UserError: linear or cosine decay has no steps left after warm-up.
+      steps: total number of training steps, required for linear and cosine decay, which end at the
+        last step.
     """
     peak = config.peak_learning_rate or d_model**-0.5 * config.warmup_steps**-0.5
-    if config.decay in ("linear", "cosine") and (steps is None or steps <= config.warmup_steps):
-        raise UserError(
-            f"training.steps is {steps}; expected more than optimizer.warmup_steps = "
-            f"{config.warmup_steps}, because {config.decay} decay ends at the last step."
-        )
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         step = jnp.asarray(count, jnp.float32) + 1

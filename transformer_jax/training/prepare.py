@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from transformer_jax.checkpoint import (
@@ -26,10 +25,8 @@ from transformer_jax.config import Config
 from transformer_jax.config_io import flatten, to_json
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import (
-    MANIFEST,
     Corpus,
     build_corpus,
-    corpus_name,
     open_corpus,
 )
 from transformer_jax.data.loader import place
@@ -47,7 +44,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.evaluation import check_bleu
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import copy_folder, local_path, patiently, write_atomically
+from transformer_jax.storage import copy_folder, patiently, write_atomically
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.resuming import (
@@ -123,13 +120,12 @@ def prepare(
         claim = claimed(place, config, allow_changes=allow_changes)
         newest = from_first(lambda: stack.enter_context(claim))
         place.share_token()
-        cache = local_path(config.data.cache) if config.data.cache else place.folder / "corpus"
         with together():
             start = [] if newest is not None else _start_checkpoints(config)
         tokenizer, corpora = first_then_others(
-            lambda: _tokenized(place, config, texts, newest, start, cache)
+            lambda: _tokenized(place, config, texts, newest, start)
         )
-        _share_corpora(place, cache, corpora)
+        _share_corpora(place, corpora)
         check_agreement(
             {
                 "tokenizer": tokenizer.fingerprint,
@@ -177,9 +173,8 @@ def _tokenized(
     texts: dict[str, ParallelText],
     newest: int | None,
     start: list[Path],
-    cache: Path,
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """Load or build the tokenizer and, in process 0, the train and dev corpora in ``cache``."""
+    """Load or build the tokenizer and, in process 0, the train and dev corpora."""
     if not is_first():
         place.pull()
         return Tokenizer.load(place.folder), {}
@@ -190,7 +185,7 @@ def _tokenized(
             text,
             tokenizer,
             config.data,
-            cache,
+            place.folder / "corpus",
             sampling=config.tokenizer.sampling if name == "train" else 0.0,
             num_samples=config.tokenizer.sampled_epochs,
             seed=config.seed,
@@ -202,36 +197,30 @@ def _tokenized(
     return tokenizer, corpora
 
 
-def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> None:
-    """Make process 0's corpora available to every process in the local folder ``here``.
+def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
+    """Make the corpora of process 0 available to every process.
 
-    Hosts that cannot read process 0's folder copy the corpora through the work directory.
+    If the work directory is a URL, other hosts copy the corpora through it.
     """
     found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
-    there = place.store / "corpus"
+    here, there = place.folder / "corpus", place.store / "corpus"
 
     def missing() -> list[str]:
         for name, fingerprint in found.items():
             if name not in corpora and (corpus := open_corpus(here, fingerprint)):
                 corpora[name] = corpus
-        return [corpus_name(each) for name, each in found.items() if name not in corpora]
+        return [fingerprint for name, fingerprint in found.items() if name not in corpora]
 
     wanted = {folder for folders in from_all(missing()) for folder in folders}
 
     def copy() -> None:
         source, target = (here, there) if is_first() else (there, here)
-        if source != target:
-            for folder in wanted:
-                copy_folder(source / folder, target / folder, last=MANIFEST)
+        for folder in wanted:
+            copy_folder(source / folder, target / folder)
 
     first_then_others(copy)
     with together():
-        if lacking := missing():
-            raise UserError(
-                f"Process 0's tokenized corpora ({', '.join(lacking)}) are corrupt or missing "
-                f"in {here}; use the same data.cache in all processes, or a separate folder "
-                "on each machine."
-            )
+        assert not missing(), "a copied corpus is corrupt"
 
 
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
@@ -267,27 +256,18 @@ def prepare_tokenizer(
 ) -> Tokenizer:
     """Load the newest checkpoint's tokenizer, or create one if no checkpoint exists.
 
-    A new tokenizer comes from the checkpoints to start from, or is trained on the text. The file
-    ``tokenizer.origin`` records the settings, and the text or tokenizer, that it was created from.
-    Until the first checkpoint, changing any of these creates a new tokenizer.
+    A new tokenizer comes from the checkpoints to start from, or is trained on the text.
     """
-    folder, tokenizer = place.folder, None
     if newest is not None:
-        return load_tokenizer(folder, place.checkpoints / checkpoint_name(newest))
+        return load_tokenizer(place.folder, place.checkpoints / checkpoint_name(newest))
     if start:
-        symbols = config.tokenizer.user_defined_symbols
-        tokenizer = load_tokenizer(start[0].parents[1], start[0]).with_symbols(symbols)
-    elif config.tokenizer.model:
-        tokenizer = Tokenizer.train([], config.tokenizer)  # no text is needed
-    origin, noted = text if tokenizer is None else tokenizer, folder / "tokenizer.origin"
-    if noted.is_file() and noted.read_text() == f"{origin.fingerprint} {config.tokenizer}":
-        return Tokenizer.load(folder)
-    noted.unlink(missing_ok=True)
-    if tokenizer is None:
-        log.info("Training the tokenizer.")
+        tokenizer = load_tokenizer(start[0].parents[1], start[0])
+    else:
+        log.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), config.tokenizer)
-    tokenizer.save(folder)
-    noted.write_text(f"{origin.fingerprint} {config.tokenizer}")
+    for side in (tokenizer.source, tokenizer.target):
+        side.require_ids(config.tokenizer.user_defined_symbols, "tokenizer.user_defined_symbols")
+    tokenizer.save(place.folder)
     return tokenizer
 
 
@@ -335,7 +315,7 @@ def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
     abstract: Parameters = functions.abstract_state.parameters
     log.info("Starting from the parameters of %s: %s.", start[0].parents[1], described(start))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    parameters = place(jax.tree.map(_grown, load_parameters(start), abstract), shardings)
+    parameters = place(load_parameters(start), shardings)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
     return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
 
@@ -348,21 +328,12 @@ def _start_checkpoints(config: Config) -> list[Path]:
     name = config.training.start_from
     if not name:
         return []
-    try:
-        chosen = choose_checkpoints(local_workdir(name))
-    except UserError as error:
-        raise UserError(f"training.start_from is {name!r}: {error}") from None
+    chosen = choose_checkpoints(local_workdir(name))
     theirs = config_of(chosen[0])
     ours = dataclasses.replace(theirs, model=config.model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
             f"training.start_from is {name!r}, but its model settings differ from this run's. "
-            f"Use --config {name}/config.json. " + fields_that_differ(fixed, where=f"in {name}")
+            f"Use --config {name}/config.json. {fields_that_differ(fixed)}"
         )
     return chosen
-
-
-def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Append a row with the mean of all rows for each token added to the vocabulary."""
-    missing = np.subtract(abstract.shape, values_VD.shape)
-    return np.pad(values_VD, [(0, count) for count in missing], mode="mean")

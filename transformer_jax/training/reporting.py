@@ -6,7 +6,6 @@ import json
 import math
 import operator
 import os
-import sys
 import time
 from contextlib import suppress
 from copy import copy
@@ -169,14 +168,9 @@ class _Board:
 
     def __init__(self, folder: Path, *, purge_step: int):
         """Create the file, and make TensorBoard hide older events from ``purge_step`` on."""
-        # tensorboardX would import PyTorch if installed, which takes two seconds and much memory.
-        hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
-        finally:
-            if hidden:
-                del sys.modules["torch"]
+        from tensorboardX.event_file_writer import EventsWriter  # imports PyTorch if installed
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
         folder.mkdir(parents=True, exist_ok=True)
         self._new_event, self._writer = Event, EventsWriter(str(folder / "events"))
         start = SessionLog(status=SessionLog.START)

@@ -16,7 +16,6 @@ _FREE_ON_RESUME = (
     "mesh.",
     "decoding.",
     "data.root",
-    "data.cache",
     "data.workers",
     "data.dev.",  # a change resets the best result
     "data.test.",
@@ -41,7 +40,7 @@ _CHANGEABLE = (
     "model.dtype",
 )
 
-FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers")
+FREE_BETWEEN_PROCESSES = ("data.root", "data.workers")
 """Settings that can differ between the processes of a run."""
 
 
@@ -55,7 +54,7 @@ class Difference(NamedTuple):
     @property
     def changeable(self) -> bool:
         """True if a run can resume with the new value under ``--allow-changes``."""
-        return self.name.startswith(_CHANGEABLE)
+        return self.name.startswith(_CHANGEABLE) and self.name != "optimizer.ema_decay"
 
 
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:
@@ -72,11 +71,10 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
     ]
 
 
-def fields_that_differ(
-    differences: Sequence[Difference], *, where: str = "in the work directory"
-) -> str:
-    """Format differences as the last lines of a message, with ``where`` after each old value."""
+def fields_that_differ(differences: Sequence[Difference]) -> str:
+    """Format differences as the last lines of a message."""
     lines = [
-        f"\n  {each.name}: {shown(each.old)} {where}, {shown(each.new)} now" for each in differences
+        f"\n  {each.name}: {shown(each.old)} in the checkpoint, {shown(each.new)} now"
+        for each in differences
     ]
     return "Fields that differ:" + "".join(lines)

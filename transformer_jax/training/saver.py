@@ -17,7 +17,6 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.checkpoint import (
-    MANIFEST,
     checkpoint_name,
     complete_steps,
     config_of,
@@ -29,7 +28,7 @@ from transformer_jax.config import Config
 from transformer_jax.data.loader import place
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.storage import AnyPath, patiently, remove_folder
+from transformer_jax.storage import MANIFEST, AnyPath, patiently, remove_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import TrainState
@@ -93,20 +92,14 @@ class Checkpoints:
         return patiently(self.folder, lambda: complete_steps(self.folder))
 
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
-        """Restore a step's checkpoint with the same shardings as ``abstract_state``.
-
-        Raises:
-          UserError: another version of the program wrote the checkpoint.
-        """
+        """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
         path = self.folder / checkpoint_name(step)
-        try:
-            return _restore_state(path, abstract_state), Progress(**progress_of(path))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"Checkpoint {path} does not have the structure that this version of the program "
-                f"writes ({one_line(error)}). To continue training its "
-                "model, use --training.start-from with another --workdir."
-            ) from error
+        parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
+        seed = place(np.array(config_of(path).seed, np.uint32), abstract_state.seed.sharding)
+        state = TrainState(
+            parameters=parts["parameters"], ema=parts.get("ema"), seed=seed, **parts["rest"]
+        )
+        return state, Progress(**progress_of(path))
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
@@ -133,14 +126,7 @@ class Checkpoints:
         except Exception as error:
             self._discard(path, error)
             return
-        try:
-            self._delete_old(progress.best_step)
-        except Exception as error:  # the next save will retry
-            log.warning(
-                "Checkpoint %s was saved, but not all old checkpoints could be deleted: %s",
-                path,
-                one_line(error),
-            )
+        _try(lambda: self._delete_old(progress.best_step))
         _try(self._workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
@@ -154,17 +140,17 @@ class Checkpoints:
     def _discard(self, path: AnyPath, error: Exception) -> None:
         if is_first():
             patiently(path, lambda: remove_folder(path))
-        self.failure, steps = one_line(error), self.steps()
-        there = f"The newest checkpoint is step {steps[-1]}" if steps else "No checkpoint exists"
-        text = "Checkpoint %d could not be saved: %s (in %s). %s."
-        log.error(text, int(path.name), self.failure, path, there)
+        self.failure = one_line(error)
+        log.error(
+            "Checkpoint %d could not be saved: %s (in %s).", int(path.name), self.failure, path
+        )
 
 
-def _try(push: Callable[[], None]) -> None:
-    """Push to the object store. If that fails, log a warning and continue training."""
+def _try(work: Callable[[], None]) -> None:
+    """Delete old checkpoints or copy to the store. If that fails, log a warning and continue."""
     try:
-        push()
-    except UserError as error:
+        work()
+    except Exception as error:  # each store raises different errors
         log.warning("%s Training continues and will retry at the next checkpoint.", error)
 
 
@@ -178,15 +164,3 @@ def _parts(state: TrainState) -> dict[str, Any]:
     }
     parts = {"parameters": state.parameters, "rest": rest}
     return parts if state.ema is None else parts | {"ema": state.ema}
-
-
-def _restore_state(path: AnyPath, abstract: TrainState) -> TrainState:
-    wanted = _parts(abstract)
-    if config_of(path).optimizer.ema_decay == 0:
-        wanted.pop("ema", None)
-    parts = ocp.load_checkpointables(str(path / "state"), wanted)
-    parameters, ema = parts["parameters"], parts.get("ema")
-    if abstract.ema is not None and ema is None:  # the EMA starts at this step
-        ema = jax.tree.map(jnp.copy, parameters)
-    seed = place(np.array(config_of(path).seed, np.uint32), abstract.seed.sharding)
-    return TrainState(parameters=parameters, ema=ema, seed=seed, **parts["rest"])

@@ -12,10 +12,6 @@ import jax
 from jax.experimental import multihost_utils
 
 
-class Interrupted(Exception):
-    """Exception for a signal that arrives while training is waiting or evaluating."""
-
-
 class Signals:
     """Signal handlers. SIGTERM and the first Ctrl-C set ``received``; a second Ctrl-C exits.
 
@@ -24,7 +20,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+        self.received: str | None = None  # name of the signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -45,20 +41,15 @@ class Signals:
         With several processes, a signal to any of them stops all of them after the same step.
         """
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.received = signal.SIGTERM
+            self.received = signal.SIGTERM.name
         return self.received is not None
-
-    @property
-    def name(self) -> str | None:
-        """Name of the received signal, or None."""
-        return None if self.received is None else self.received.name
 
     def _handle(self, number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if jax.process_count() > 1:
             signal.raise_signal(signal.SIGTERM)
             return
-        self.received = signal.Signals(number)
+        self.received = signal.Signals(number).name
         # print() could raise here if the signal interrupted another print().
         with suppress(OSError):
             os.write(2, b"stopping; saving ... (press Ctrl-C to quit immediately)\n")

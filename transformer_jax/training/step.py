@@ -46,11 +46,6 @@ class TrainState:
     # share a compiled step in the compilation cache. Checkpoints do not contain it.
     seed: jax.Array
 
-    @property
-    def evaluated(self) -> Parameters:
-        """Parameters for evaluation and translation."""
-        return self.parameters if self.ema is None else self.ema
-
 
 class StepMetrics(NamedTuple):
     """Metrics of one step over the global batch, as scalars on the device."""
@@ -122,22 +117,28 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     """Create the functions shared by all runs with these settings. ``init`` takes the seed."""
     graph = abstract_model(config.model).graph
-    init = partial(init_state, config)  # a single object, so JAX traces it once
+    optimizer = make_optimizer(config.optimizer, config.model.d_model, config.steps)
+    init = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
     shapes = jax.eval_shape(init, np.uint32(0))
     shardings = state_shardings(shapes, mesh)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
     inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
+
+    def eval_step(parameters: Parameters, batch: Batch) -> LossSums:
+        parameters = gathered(parameters, mesh, compute_dtype(config.model))
+        return loss_and_sums(parameters, batch, None, **inputs)[1]
+
     return StepFunctions(
         init=jax.jit(init, out_shardings=shardings),
         train_step=jax.jit(
-            partial(train_step, **inputs),
+            partial(train_step, optimizer=optimizer, **inputs),
             donate_argnums=0,
             compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform),
             in_shardings=(shardings, rows),
             out_shardings=(shardings, everywhere),
         ),
         eval_step=jax.jit(
-            partial(eval_step, **inputs),
+            eval_step,
             in_shardings=(shardings.parameters, rows),
             out_shardings=everywhere,
         ),
@@ -150,7 +151,9 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     )
 
 
-def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
+def init_state(
+    config: StepConfig, optimizer: optax.GradientTransformation, seed: jax.Array
+) -> TrainState:
     """Create the initial state, with parameters initialized from the seed."""
     model = Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -158,7 +161,7 @@ def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
     return TrainState(
         step=zero,
         parameters=parameters,
-        optimizer=_optimizer(config).init(parameters),
+        optimizer=optimizer.init(parameters),
         ema=jax.tree.map(jnp.copy, parameters) if config.optimizer.ema_decay > 0 else None,
         bad_steps=zero,
         bad_in_a_row=zero,
@@ -167,7 +170,13 @@ def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
 
 
 def train_step(
-    state: TrainState, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
+    state: TrainState,
+    batch: Batch,
+    *,
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
+    graph: Any,
+    mesh: Mesh,
 ) -> tuple[TrainState, StepMetrics]:
     """Run one training step. Skips the update if the loss or gradient is not finite."""
     dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
@@ -188,13 +197,13 @@ def train_step(
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
 
-    updates, optimizer = _optimizer(config).update(grads, state.optimizer, state.parameters)
+    updates, moments = optimizer.update(grads, state.optimizer, state.parameters)
     parameters = optax.apply_updates(state.parameters, updates)
     good_steps = state.step - state.bad_steps
     ema = moving_average(state.ema, parameters, config.optimizer.ema_decay, good_steps + 1)
-    parameters, optimizer, ema = jax.tree.map(
+    parameters, moments, ema = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
-        (parameters, optimizer, ema),
+        (parameters, moments, ema),
         (state.parameters, state.optimizer, state.ema),
     )
     bad = (~finite).astype(jnp.int32)
@@ -202,7 +211,7 @@ def train_step(
     state = TrainState(
         step=state.step + 1,
         parameters=parameters,
-        optimizer=optimizer,
+        optimizer=moments,
         ema=ema,
         bad_steps=state.bad_steps + bad,
         bad_in_a_row=(state.bad_in_a_row + 1) * bad,
@@ -216,14 +225,6 @@ def train_step(
         bad_steps=state.bad_steps,
         bad_in_a_row=state.bad_in_a_row,
     )
-
-
-def eval_step(
-    parameters: Parameters, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
-) -> LossSums:
-    """Compute the loss sums of a batch without dropout."""
-    parameters = gathered(parameters, mesh, compute_dtype(config.model))
-    return loss_and_sums(parameters, batch, None, config=config, graph=graph, mesh=mesh)[1]
 
 
 def loss_and_sums(
@@ -299,7 +300,3 @@ def moving_average(
         return None
     decay_now = jnp.minimum(decay, (1 + good_steps) / (10 + good_steps))
     return optax.incremental_update(parameters, ema, 1 - decay_now)
-
-
-def _optimizer(config: StepConfig) -> optax.GradientTransformation:
-    return make_optimizer(config.optimizer, config.model.d_model, config.steps)

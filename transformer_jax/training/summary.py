@@ -1,20 +1,16 @@
-"""Time, memory, versions and hardware of a run, for summary.json."""
+"""Memory, versions and hardware of a run."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import platform
 import resource
 import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from transformer_jax.machine import num_cores
-from transformer_jax.training.progress import Progress
 
 _PACKAGES = [
     "jax",
@@ -27,17 +23,6 @@ _PACKAGES = [
     "sacrebleu",
     "numpy",
 ]
-
-
-def totals(progress: Progress) -> dict[str, Any]:
-    """Return the training time, speed and best evaluation of the whole run."""
-    best = {"best_step": progress.best_step} if progress.best else {}
-    return {
-        **best,
-        **{f"best_{name}": value for name, value in progress.best.items()},
-        "train_seconds": progress.train_seconds,
-        "tokens_per_second": progress.tokens / (progress.train_seconds or math.inf),
-    }
 
 
 def peak_memory_bytes() -> dict[str, int]:
@@ -56,17 +41,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "platform": platform.platform(),
-        "cpu": _processor(),
         "cpu_cores": num_cores(),
         "devices": [str(device.device_kind) for device in jax.devices()],
         "processes": jax.process_count(),
     }
-
-
-def _processor() -> str:
-    """Return the CPU's model name, or its architecture if the system does not report a name."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
-    return platform.machine()

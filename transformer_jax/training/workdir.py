@@ -20,6 +20,7 @@ from transformer_jax.checkpoint import (
 )
 from transformer_jax.config import Config
 from transformer_jax.config_io import to_json
+from transformer_jax.data.corpus import TEMPORARY
 from transformer_jax.distributed import from_first, together
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.remote_workdir import cached_folder, mirror_checkpoints, mirror_small_files
@@ -30,6 +31,7 @@ from transformer_jax.storage import (
     local_path,
     locked,
     remote_path,
+    remove_folder,
     write_atomically,
 )
 from transformer_jax.training.resuming import (
@@ -197,6 +199,8 @@ def claimed(
                 f"Another run is using {str(workdir.store)!r}; wait for it to finish or choose "
                 "another --workdir."
             ) from None
+        for left in (folder / "corpus").glob(f"{TEMPORARY}*"):  # by a killed process
+            remove_folder(left)
         workdir.pull()
         steps = complete_steps(workdir.checkpoints)
         if 0 in steps:

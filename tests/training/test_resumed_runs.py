@@ -1,6 +1,5 @@
 """Resuming a run: after interruptions, changed settings, corrected text or failed evaluations."""
 
-import dataclasses
 import errno
 import os
 import signal
@@ -12,8 +11,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from orbax.checkpoint import v1 as ocp
-from runs import ONE, dev_figures, entries, no_evaluation, tiny
+from runs import ONE, changed, dev_figures, entries, no_evaluation, tiny
 
 from transformer_jax.checkpoint import complete_steps, load_model, write_manifest
 from transformer_jax.config import Config, OptimizerConfig, PairsConfig
@@ -26,27 +24,27 @@ from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.signals import Signals
 
 
-def changed(config: Config, section: str, **fields: Any) -> Config:
-    return dataclasses.replace(
-        config, **{section: dataclasses.replace(getattr(config, section), **fields)}
-    )
+def parameters(path: Path) -> Any:
+    return nnx.to_pure_dict(nnx.state(load_model(path)[1], nnx.Param))
 
 
-def parameters(path: Path, average: int | None = None) -> Any:
-    return nnx.to_pure_dict(nnx.state(load_model(path, average=average)[1], nnx.Param))
+def means(workdir: Path, *steps: int) -> Any:
+    """The mean of the parameters of these checkpoints."""
+    each = [parameters(workdir / "checkpoints" / f"{step:08d}") for step in steps]
+    return jax.tree.map(lambda *x: np.mean(x, axis=0), *each)
 
 
 def interrupted_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by SIGTERM during these steps, each time the run comes to them."""
+    """Stop runs after these steps, as SIGTERM would."""
 
     def stop_after(self: Signals, step: int) -> bool:
-        self.received = signal.SIGTERM if step in steps else None
+        self.received = "SIGTERM" if step in steps else None
         return step in steps
 
     monkeypatch.setattr(Signals, "stop_after", stop_after)
 
 
-def test_interruptions_change_nothing_of_what_is_averaged(
+def test_interruptions_do_not_change_the_averaged_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = no_evaluation(tiny(steps=12, checkpoint_every=4, keep_checkpoints=2, average=2))
@@ -55,16 +53,6 @@ def test_interruptions_change_nothing_of_what_is_averaged(
     for step in (5, 9, 11):
         assert train(config, tmp_path / "run", devices=ONE)["steps"] == step
         assert step in complete_steps(tmp_path / "run" / "checkpoints")
-    # The newest counts, whatever made it; before it those that were due.
-    mean = jax.tree.map(
-        lambda *x: np.mean(x, axis=0),
-        *(parameters(tmp_path / "run" / "checkpoints" / f"{s:08d}") for s in (8, 11)),
-    )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-        parameters(tmp_path / "run", average=2),
-        mean,
-    )
     train(config, tmp_path / "run", devices=ONE)
     for run in ("whole", "run"):
         assert complete_steps(tmp_path / run / "checkpoints") == [8, 12]
@@ -72,20 +60,26 @@ def test_interruptions_change_nothing_of_what_is_averaged(
 
 
 EVALUATED = changed(
-    tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig()
+    tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0, keep_checkpoints=1, average=1),
+    data={"test": PairsConfig()},
 )
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """The summary of a whole run of ``EVALUATED``, and its work directory."""
+    """Summary and work directory of an uninterrupted run of ``EVALUATED``."""
     workdir = tmp_path_factory.mktemp("uninterrupted")
     return train(EVALUATED, workdir, devices=ONE), workdir
 
 
-def made_up_for(run: Path, uninterrupted: tuple[dict[str, Any], Path]) -> None:
-    """Check that step 3 of a run was saved and not evaluated, and that resuming evaluates it."""
+def evaluated_on_resume(run: Path, uninterrupted: tuple[dict[str, Any], Path]) -> None:
+    """Check that step 3 of a run was saved but not evaluated, and that resuming evaluates it."""
     assert entries(run, "dev") == [] and complete_steps(run / "checkpoints") == [3]
+    ends_alike(run, uninterrupted)
+
+
+def ends_alike(run: Path, uninterrupted: tuple[dict[str, Any], Path]) -> None:
+    """Check that a resumed run has the same evaluations as an uninterrupted one."""
     resumed = train(EVALUATED, run, devices=ONE)
     whole, workdir = uninterrupted
     losses = [
@@ -99,40 +93,36 @@ def made_up_for(run: Path, uninterrupted: tuple[dict[str, Any], Path]) -> None:
     )
 
 
-def test_an_evaluation_that_a_signal_puts_off_is_made_up_for(
+def test_an_evaluation_skipped_for_a_signal_runs_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: tuple[dict[str, Any], Path]
 ) -> None:
     with monkeypatch.context() as patch:
         interrupted_at((3,), patch)
         train(EVALUATED, tmp_path / "run", devices=ONE)
-    made_up_for(tmp_path / "run", uninterrupted)
+    evaluated_on_resume(tmp_path / "run", uninterrupted)
 
 
-def test_a_signal_cuts_an_evaluation_short(
+def test_a_signal_during_an_evaluation_stops_after_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: tuple[dict[str, Any], Path]
 ) -> None:
-    """Nothing of it is left; resuming makes up for it."""
-    dev, polls = Evaluator.dev, []
+    dev = Evaluator.dev
 
-    def interrupted(self: Evaluator, *given: Any, **named: Any) -> Any:
+    def signaled(self: Evaluator, *given: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        poll = self._poll
-        self._poll = lambda: polls.append(None) or poll()  # type: ignore[func-returns-value]
         return dev(self, *given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "dev", interrupted)
+        patch.setattr(Evaluator, "dev", signaled)
         summary = train(EVALUATED, tmp_path / "run", devices=ONE)
-    assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 3)
-    assert len(polls) == 1 and "best_step" not in summary
-    made_up_for(tmp_path / "run", uninterrupted)
+    assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 4)
+    ends_alike(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.devices(2)
-def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = no_evaluation(tiny(steps=4, checkpoint_every=2))
     train(config, tmp_path, devices=ONE)
-    smaller = changed(changed(config, "batch", tokens=512), "training", steps=6)
+    smaller = changed(config, batch={"tokens": 512}, training={"steps": 6})
     with pytest.raises(
         UserError, match=r"or --allow-changes. Fields that differ:\n  batch.tokens: 1024 .* 512 now"
     ):
@@ -140,11 +130,11 @@ def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with pytest.raises(
         UserError, match=r"the same settings\. Fields that differ:\n  batch.tokens.*\n  seed: 0"
     ):
-        train(dataclasses.replace(smaller, seed=1), tmp_path, devices=ONE, allow_changes=True)
-    wrong = changed(smaller, "batch", row_multiple=3)
+        train(changed(smaller, seed=1), tmp_path, devices=ONE, allow_changes=True)
+    wrong = changed(smaller, batch={"row_multiple": 3})
     with pytest.raises(UserError, match="row_multiple is 3; expected a multiple"):
         train(wrong, tmp_path, devices=jax.devices()[:2], allow_changes=True)
-    # what was refused left nothing behind
+    # the errors did not change the work directory
     assert train(config, tmp_path, devices=ONE)["steps"] == 4
     assert train(smaller, tmp_path, devices=ONE, allow_changes=True)["steps"] == 6
     assert (
@@ -153,33 +143,32 @@ def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixt
     )
     before, after = entries(tmp_path)[3], entries(tmp_path)[4:]
     assert before["step"] == 4 and [entry["step"] for entry in after] == [5, 6]
-    assert train(smaller, tmp_path, devices=ONE)["steps"] == 6  # from now on they are this run's
+    fewer = changed(smaller, training={"steps": 5})  # without the flag, and with nothing left to do
+    assert train(fewer, tmp_path, devices=ONE)["steps"] == 6
 
 
-def test_a_diverged_run_goes_on_with_another_optimizer(tmp_path: Path) -> None:
-    """All that the error advises, and what adds to the state or takes from it."""
+def test_a_diverged_run_resumes_with_another_optimizer(tmp_path: Path) -> None:
+    """With what the error advises, and with settings that add to the state or remove from it."""
     config = no_evaluation(tiny(steps=4, checkpoint_every=4, max_bad_steps=2))
     train(config, tmp_path, devices=ONE)
-    hot = changed(config, "training", steps=9)
-    hot = dataclasses.replace(
-        hot, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38)
-    )
+    optimizer = OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38)
+    hot = changed(config, training={"steps": 9}, optimizer=optimizer)
     with pytest.raises(TrainingError, match="--allow-changes"):
         train(hot, tmp_path, devices=ONE, allow_changes=True)
     cool = OptimizerConfig(
-        warmup_steps=20, peak_learning_rate=0.001, clip_norm=1.0, weight_decay=0.01, ema_decay=0.9
+        warmup_steps=20, peak_learning_rate=0.001, clip_norm=1.0, weight_decay=0.01
     )
-    cooler = changed(dataclasses.replace(hot, optimizer=cool), "model", dropout=0.3)
+    cooler = changed(hot, optimizer=cool)
     assert train(cooler, tmp_path, devices=ONE, allow_changes=True)["steps"] == 9
-    step = dataclasses.replace(
-        cooler, optimizer=dataclasses.replace(cool, ema_decay=0.0, clip_norm=0.0)
-    )
-    step = changed(step, "training", steps=10)
-    assert train(step, tmp_path, devices=ONE, allow_changes=True)["steps"] == 10
+    averaged = changed(cooler, optimizer={"ema_decay": 0.9})
+    with pytest.raises(UserError, match="optimizer.ema_decay: 0.0 in the checkpoint, 0.9 now"):
+        train(averaged, tmp_path, devices=ONE, allow_changes=True)
+    plainer = changed(cooler, optimizer={"clip_norm": 0.0}, training={"steps": 10})
+    assert train(plainer, tmp_path, devices=ONE, allow_changes=True)["steps"] == 10
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters(tmp_path)))
 
 
-def test_corrected_text_gets_a_tokenizer_of_its_own(
+def test_corrected_text_gets_a_new_tokenizer_until_the_first_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, letters in (("wrong", "abc"), ("right", "xyz")):
@@ -190,8 +179,10 @@ def test_corrected_text_gets_a_tokenizer_of_its_own(
     pairs = PairsConfig("text", ("text",), ("text",))
 
     def config(name: str) -> Config:
-        own = changed(no_evaluation(tiny(steps=1)), "data", root=str(tmp_path / name), train=pairs)
-        return changed(own, "tokenizer", vocab_size=12)
+        own = changed(
+            no_evaluation(tiny(steps=1)), data={"root": str(tmp_path / name), "train": pairs}
+        )
+        return changed(own, tokenizer={"vocab_size": 12})
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
@@ -202,7 +193,7 @@ def test_corrected_text_gets_a_tokenizer_of_its_own(
     train(config("right"), tmp_path / "run", devices=ONE)
     second = Tokenizer.load(tmp_path / "run")
     assert first.source.encode(["xy"])[0].count(3) and not second.source.encode(["xy"])[0].count(3)
-    # From the first checkpoint on the text is what it was, also in the same file.
+    # After the first checkpoint, the text must not change, even in the same file.
     (tmp_path / "right" / "text").write_text((tmp_path / "wrong" / "text").read_text())
     for name in ("wrong", "right"):
         with pytest.raises(UserError, match="The training text differs"):
@@ -210,46 +201,28 @@ def test_corrected_text_gets_a_tokenizer_of_its_own(
     assert Tokenizer.load(tmp_path / "run").fingerprint == second.fingerprint
 
 
-def test_what_is_refused_leaves_the_config_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_resume_does_not_change_the_config(tmp_path: Path) -> None:
     for name, letters in (("one", "abc"), ("other", "xyz")):
         (tmp_path / name).write_text(
             "".join(f"{a}{b} {c}\n" for a in letters for b in letters for c in letters)
         )
-    config = changed(no_evaluation(tiny(steps=1)), "tokenizer", vocab_size=12)
+    config = changed(no_evaluation(tiny(steps=1)), tokenizer={"vocab_size": 12})
     config = changed(
-        config, "data", root=str(tmp_path), train=PairsConfig("text", ("one",), ("one",))
+        config, data={"root": str(tmp_path), "train": PairsConfig("text", ("one",), ("one",))}
     )
     train(config, tmp_path / "run", devices=ONE)
     before = (tmp_path / "run" / "config.json").read_text()
     wrong = changed(
-        changed(config, "data", train=PairsConfig("text", ("other",), ("other",))),
-        "batch",
-        tokens=512,
+        config, data={"train": PairsConfig("text", ("other",), ("other",))}, batch={"tokens": 512}
     )
     with pytest.raises(UserError, match="The training text differs"):
         train(wrong, tmp_path / "run", devices=ONE, allow_changes=True)
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
-def test_a_decay_that_ends_with_the_training_is_not_prolonged_unasked(tmp_path: Path) -> None:
-    config = no_evaluation(tiny(steps=2))
-    config = changed(config, "optimizer", decay="cosine", warmup_steps=1)
-    train(config, tmp_path, devices=ONE)
-    longer = changed(config, "training", steps=3)
-    with pytest.raises(
-        UserError,
-        match=r"or --allow-changes. Fields that differ:\n  training.steps: 2 in .*, 3 now$",
-    ):
-        train(longer, tmp_path, devices=ONE)
-    assert train(longer, tmp_path, devices=ONE, allow_changes=True)["steps"] == 3
-
-
-def test_an_evaluation_that_fails_loses_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_evaluation_loses_no_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: tuple[dict[str, Any], Path]
 ) -> None:
-    config = tiny(
-        steps=6, eval_every=3, checkpoint_every=6, bleu_every=0, keep_checkpoints=1, average=1
-    )
     with monkeypatch.context() as patch:
 
         def fail(*_: Any, **__: Any) -> None:
@@ -260,75 +233,52 @@ def test_an_evaluation_that_fails_loses_no_step(
         patch.setattr(Evaluator, "dev", fail)
         with pytest.raises(
             TrainingError,
-            match=r"Out of memory: evaluation after step 3\. Set optimizer.accumulate_steps",
+            match=r"Out of memory: evaluating step 3\. Set optimizer.accumulate_steps",
         ):
-            train(config, tmp_path / "run", devices=ONE)
-    assert complete_steps(tmp_path / "run" / "checkpoints") == [3]
-    assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6
-    assert complete_steps(tmp_path / "run" / "checkpoints") == [3, 6]  # the best as 6 was saved
-    # it was made up for
-    assert [entry["step"] for entry in entries(tmp_path / "run", "dev")] == [3, 6]
+            train(EVALUATED, tmp_path, devices=ONE)
+    evaluated_on_resume(tmp_path, uninterrupted)
+    # step 3 was the best when step 6 was saved
+    assert complete_steps(tmp_path / "checkpoints") == [3, 6]
 
 
-def test_the_best_of_another_dev_is_forgotten(
+def test_another_dev_set_resets_the_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny(steps=4, eval_every=2, checkpoint_every=2, bleu_every=0)
-    config = changed(config, "data", test=PairsConfig())
-    found = iter([3.0, 2.0, 6.0, 4.0, 4.0, 5.0])  # the resumed step is evaluated, too
+    config = changed(config, data={"test": PairsConfig()})
+    found = iter([3.0, 2.0, 6.0, 4.0, 4.0, 5.0])  # the resumed step is evaluated again
     monkeypatch.setattr(Evaluator, "dev", lambda *_, **__: (dev_figures(next(found)), ""))
     assert train(config, tmp_path, devices=ONE)["best_dev_loss"] == 2.0
     other = changed(
-        changed(config, "data", dev=PairsConfig("numbers", split="dev", limit=7)),
-        "training",
-        steps=6,
+        config, data={"dev": PairsConfig("numbers", split="dev", limit=7)}, training={"steps": 6}
     )
     summary = train(other, tmp_path, devices=ONE)
     assert (summary["best_step"], summary["best_dev_loss"]) == (6, 4.0)
-    summary = train(changed(other, "training", steps=8), tmp_path, devices=ONE)
+    summary = train(changed(other, training={"steps": 8}), tmp_path, devices=ONE)
     assert (summary["best_step"], summary["best_dev_loss"]) == (6, 4.0)
 
 
-def test_how_many_are_averaged_is_what_the_work_directory_says(tmp_path: Path) -> None:
+def test_a_resumed_run_can_change_how_many_checkpoints_are_averaged(tmp_path: Path) -> None:
     config = no_evaluation(tiny(steps=6, checkpoint_every=2, keep_checkpoints=3, average=1))
     train(config, tmp_path, devices=ONE)
-    chex.assert_trees_all_equal(parameters(tmp_path), parameters(tmp_path, average=1))
-    train(changed(config, "training", average=3), tmp_path, devices=ONE)
-    chex.assert_trees_all_equal(parameters(tmp_path), parameters(tmp_path, average=3))
+    chex.assert_trees_all_equal(parameters(tmp_path), means(tmp_path, 6))
+    train(changed(config, training={"average": 3}), tmp_path, devices=ONE)
+    chex.assert_trees_all_close(parameters(tmp_path), means(tmp_path, 2, 4, 6), atol=1e-6)
 
 
-def test_parameters_that_are_not_finite_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(no_evaluation(tiny(steps=1)), tmp_path, devices=ONE)
-    monkeypatch.setattr(
-        ocp,
-        "load_checkpointables",
-        lambda _, wanted: jax.tree.map(lambda x: np.full(x.shape, np.nan), wanted),
-    )
-    with pytest.raises(UserError, match=r"The parameters in .*00000001 are not all finite"):
-        load_model(tmp_path)
-
-
-def test_fewer_steps_than_were_done_train_nothing(tmp_path: Path) -> None:
-    config = no_evaluation(tiny(steps=3, checkpoint_every=3))
-    train(config, tmp_path, devices=ONE)
-    assert train(changed(config, "training", steps=2), tmp_path, devices=ONE)["steps"] == 3
-
-
-def test_a_model_edited_in_the_work_directory_is_refused(tmp_path: Path) -> None:
-    """Also where the edited file is what the command trains with."""
+def test_a_model_edited_in_the_work_directory_is_an_error(tmp_path: Path) -> None:
+    """Even if the command uses the edited file."""
     config = no_evaluation(tiny(steps=1))
     train(config, tmp_path, devices=ONE)
-    edited = changed(load_config_file(tmp_path / "config.json"), "model", d_ff=64)
+    edited = changed(load_config_file(tmp_path / "config.json"), model={"d_ff": 64})
     (tmp_path / "config.json").write_text(to_json(edited))
     with pytest.raises(UserError, match=r"a different config(?s:.*)model.d_ff: 32 in .*, 64 now"):
         train(edited, tmp_path, devices=ONE)
-    assert train(config, tmp_path, devices=ONE)["steps"] == 1  # which mends the file
+    assert train(config, tmp_path, devices=ONE)["steps"] == 1  # repairs the file
     assert load_config_file(tmp_path / "config.json").model.d_ff == 32
 
 
-def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
+def test_a_full_disk_ends_only_a_run_without_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any) -> None:
@@ -340,7 +290,7 @@ def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
         with pytest.raises(UserError, match="The first checkpoint could not be saved"):
             train(config, tmp_path, devices=ONE)
     assert len(entries(tmp_path)) <= 5
-    config = changed(config, "training", steps=6)
+    config = changed(config, training={"steps": 6})
 
     def full_at_4(path: Path, *content: Any) -> None:
         if "00000004" in path.name:
@@ -354,8 +304,8 @@ def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
     assert complete_steps(tmp_path / "checkpoints") == [2, 6]
 
 
-def test_a_link_that_is_repointed_meanwhile_does_not_move_the_run(tmp_path: Path) -> None:
-    """As ``runs/latest`` is by whoever starts the next run."""
+def test_a_repointed_link_does_not_move_a_run(tmp_path: Path) -> None:
+    """The next run may repoint ``runs/latest``."""
     config = no_evaluation(tiny(steps=2, checkpoint_every=1))
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -370,7 +320,7 @@ def test_a_link_that_is_repointed_meanwhile_does_not_move_the_run(tmp_path: Path
     assert not list((tmp_path / "other").iterdir())
 
 
-def test_what_a_run_cannot_work_with_is_known_before_it_begins(
+def test_unsuitable_environments_are_errors_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="characters outside this locale's encoding.*PYTHONUTF8=1"):
