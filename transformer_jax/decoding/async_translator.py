@@ -105,7 +105,7 @@ class LiveRows:
 
         ``entries`` has at most ``bucket.block_size`` sentences of one padded length. If too few
         rows are idle, running sentences are decoded until enough of them finish. The steps after
-        the assignment stop early once a block of sentences is done.
+        the assignment stop early once a quarter of the rows are done.
 
         Resolves the futures of finished sentences (with an empty list if logits were NaN). Frees
         the rows of canceled futures.
@@ -116,7 +116,7 @@ class LiveRows:
         if entered:
             sentences = {number: entry.sentence for number, entry in entered.items()}
             block = self._engine.encode(self.bucket, sentences)
-        limits = {"most": most, "enough": self.bucket.block_size}
+        limits = {"most": most, "enough": max(1, self.bucket.rows // 4)}
         rows, left = self._engine.seat(self.bucket, self._rows, block, **limits)
         self._answer(left)
         self._answer(self._engine.results(rows))

@@ -42,9 +42,10 @@ class Bucket(NamedTuple):
     @property
     def block_size(self) -> int:
         """Number of sentences encoded together, as one padded batch. It is small because few
-        waiting sentences have the same padded length.
+        waiting sentences have the same padded length. On TPUs it is not, because XLA changes the
+        layout of the KV cache before and after each block's search.
         """
-        return max(1, self.rows // 4)
+        return self.rows if jax.default_backend() == "tpu" else max(1, self.rows // 4)
 
     def length_of(self, sentence: Sentence) -> int:
         """Return a sentence's padded source length, which depends only on its own length."""

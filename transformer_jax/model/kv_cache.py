@@ -59,9 +59,8 @@ class DecoderCache:
     def replace_rows(self, rows_R: jax.Array, fresh: DecoderCache) -> DecoderCache:
         """Put the R new sentences of ``fresh`` into rows ``rows_R``.
 
-        Row indices equal to B are skipped. Only the source arrays of ``fresh`` are used. Old
-        self-attention keys stay but are masked. Old values are set to 0, because an infinite value
-        times a weight of 0 would be NaN.
+        Row indices equal to B are skipped. Only the source arrays of ``fresh`` are used. The old
+        history stays but is masked: no beam has an ancestor in it.
         """
 
         def put(old: Any, new: Any) -> Any:
@@ -69,7 +68,6 @@ class DecoderCache:
 
         return dataclasses.replace(
             self,
-            history=tuple(tuple((k, put(v, 0)) for k, v in layer) for layer in self.history),
             source=put(self.source, fresh.source),
             source_mask_BS=put(self.source_mask_BS, fresh.source_mask_BS),
             ancestors_BWT=put(self.ancestors_BWT, _NOT_WRITTEN),
@@ -93,12 +91,18 @@ class DecoderCache:
         layers = zip(self.history, self.source, strict=True)
         return [LayerAttention(self, visible_B1WL, *each) for each in layers]
 
-    def read(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Return blocks with keys as [B, H, K, L]."""
-        return blocks if self.keys_transposed else [(k.swapaxes(2, 3), v) for k, v in blocks]
+    @property
+    def key_axes(self) -> str:
+        """Axes of keys, as in an einsum."""
+        return "BHKL" if self.keys_transposed else "BHLK"
 
     def written(self, blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
-        """Write the newest keys and values, [B, W, H, K], into a layer's history."""
+        """Write the newest keys and values, [B, W, H, K], into a layer's history.
+
+        An infinite or NaN value makes its sentence invalid. It is written as 0, because times a
+        weight of 0 it would be NaN for the next sentence in the row.
+        """
+        newest_keys, newest_values = own[0], jnp.where(jnp.isfinite(own[1]), own[1], 0)
         beam_size = self.ancestors_BWT.shape[1]
         rows_B1 = jnp.arange(len(self.position_B))[:, None]
         beams_1W = jnp.arange(beam_size, dtype=jnp.int32)[None]
@@ -110,7 +114,8 @@ class DecoderCache:
             inside_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
             at = rows_B1, every, inside_BW
             at_keys = (rows_B1, every, every, inside_BW) if self.keys_transposed else at
-            k, v = k.at[at_keys].set(own[0], mode="drop"), v.at[at].set(own[1], mode="drop")
+            k = k.at[at_keys].set(newest_keys, mode="drop")
+            v = v.at[at].set(newest_values, mode="drop")
             written.append((k, v))
             start += length
         return tuple(written)
@@ -154,7 +159,7 @@ class LayerAttention:
         cache = self.cache
 
         def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, cache.read(blocks), self.visible_B1WL, own)
+            return _attend_to_blocks(q_BWHK, blocks, cache.key_axes, self.visible_B1WL, own)
 
         def plain_step(block: Block) -> Any:
             return plain(block), *cache.written([block], own)
@@ -175,7 +180,8 @@ class LayerAttention:
         mask_BS = self.cache.source_mask_BS
 
         def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, self.cache.read(blocks), mask_BS[:, None, None])
+            key_axes = self.cache.key_axes
+            return _attend_to_blocks(q_BWHK, blocks, key_axes, mask_BS[:, None, None])
 
         def kernel(block: Block) -> jax.Array:
             return decode_kernel.attend_to_source(q_BWHK, block, mask_BS)
@@ -234,12 +240,17 @@ def empty_cache(
 
 
 def _attend_to_blocks(
-    q_BWHK: jax.Array, blocks: Sequence[Block], mask_BHWL: jax.Array, own: Block | None = None
+    q_BWHK: jax.Array,
+    blocks: Sequence[Block],
+    key_axes: str,
+    mask_BHWL: jax.Array,
+    own: Block | None = None,
 ) -> jax.Array:
     """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
 
-    Keys are [B, H, K, L]. In self-attention, ``own`` holds the newest keys and values, which are
-    not in the cache yet: the cache is read before it is written, so XLA can update it in place.
+    ``key_axes`` are those of the keys; on TPUs, transposing a block outside its branch would copy
+    it. In self-attention, ``own`` holds the newest keys and values, which are not in the cache yet:
+    the cache is read before it is written, so XLA can update it in place.
 
     The softmax is computed block by block, with a running maximum of the scores, a sum of exp(score
     - maximum) and a weighted sum of values. A block that a hypothesis does not attend to has a
@@ -259,8 +270,8 @@ def _attend_to_blocks(
         return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
     def add(state: Any, block: Block, mask_BHWL: jax.Array) -> Any:
-        (before_BHW1, total_BHW1, out_BHWK), (k_BHKL, v_BHLK) = state, block
-        scores_BHWL = matmul("BHWK,BHKL->BHWL", q_BHWK, k_BHKL)
+        (before_BHW1, total_BHW1, out_BHWK), (keys, v_BHLK) = state, block
+        scores_BHWL = matmul(f"BHWK,{key_axes}->BHWL", q_BHWK, keys)
         scores_BHWL = jnp.where(mask_BHWL, scores_BHWL, MASKED)
         largest_BHW1 = jnp.maximum(before_BHW1, scores_BHWL.max(axis=3, keepdims=True))
         scale_BHW1 = jnp.exp(before_BHW1 - largest_BHW1)
