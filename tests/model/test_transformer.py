@@ -135,6 +135,26 @@ def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> Non
     source = changed(tokens(3, 135), (np.s_[1, 4:], 0), (np.s_[2, 70:], 0))
     check_cached_steps(build(), source, tokens(3, 140, seed=1))
 
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_an_infinite_value_does_not_reach_the_next_sentence(backend: str) -> None:
+    """A row keeps the history of its last sentence, under a mask."""
+    model, source, first = build(), tokens(2, 5), np.full((2, 2), 1, np.int32)
+    broken = build()
+    value = broken.decoder.layers[0].self_attention.value.kernel
+    value.set_value(jnp.full_like(value.get_value(), jnp.inf))
+    fresh = start_cache(backend, model, source, beam_size=2, max_length=3)
+    logits, used = broken.decode_step(first, fresh)
+    assert not np.isfinite(logits).any()
+    replaced = used.replace_rows(jnp.arange(2), fresh)
+    for a, b in zip(used.history, replaced.history, strict=True):
+        assert all(x is y for old, new in zip(a, b, strict=True) for x, y in zip(old, new))
+    expected, found = fresh, replaced
+    for _ in range(2):  # the second step attends to the history
+        (scores, expected), (others, found) = (
+            model.decode_step(first, cache) for cache in (expected, found)
+        )
+        np.testing.assert_array_equal(others, scores)
+
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_reordered_cache_follows_each_beams_own_history(backend: str) -> None:
