@@ -299,7 +299,42 @@ def test_invalid_user_defined_symbols(symbols):
         TokenizerConfig(user_defined_symbols=symbols)
 
 
-def test_an_imported_vocabulary(tmp_path):
+@pytest.mark.parametrize(("algorithm", "joint"), KINDS)
+def test_adding_symbols_to_a_vocabulary(algorithm, joint):
+    """New symbols come last and are never split. Other text is segmented as before, and existing
+    symbols are not added again.
+    """
+    old = train(algorithm, joint, user_defined_symbols=("<2de>",))
+    new = old.with_symbols(("<2fr>", "<2de>", "<BT>"))
+    assert (new.source.vocab_size, new.target.vocab_size) == (
+        old.source.vocab_size + 2,
+        old.target.vocab_size + 2,
+    )
+    assert new.source.encode(SOURCES) == old.source.encode(SOURCES) and new.target.encode(
+        TARGETS
+    ) == old.target.encode(TARGETS)
+    [tagged], [plain] = (
+        new.source.encode(["<2fr> <BT> one hundred"]),
+        old.source.encode(["one hundred"]),
+    )
+    assert [id_ for id_ in tagged if id_ >= old.source.vocab_size] == [
+        old.source.vocab_size,
+        old.source.vocab_size + 1,
+    ]
+    assert tagged[-len(plain) :] == plain
+    assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
+    with pytest.raises(
+        UserError, match=r"which is already a regular or special token .*; choose another name"
+    ):
+        old.with_symbols(old.source.tokens([9]))
+    with pytest.raises(
+        UserError, match=r"which is already a regular or special token in the vocabulary"
+    ):
+        old.with_symbols(old.source.tokens([EOS_ID]))
+
+
+def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
+    """Lines can start with old and new tags. An existing tag keeps its id."""
     plain = train()
     pieces = [*plain.source.tokens(range(plain.source.vocab_size)), ">>deu<<"]
     models = [plain.source.model] * 2
@@ -309,9 +344,24 @@ def test_an_imported_vocabulary(tmp_path):
     for sampling in (0.0, 0.1):
         assert len(pieces) in with_sign.source.encode(["one Ω two"], sampling=sampling)[0]
         assert with_sign.source.split_tag(">>fra<< one") == ([UNK_ID], " one")
-        assert with_sign.source.split_tag(">>deu<< one") == ([len(pieces) - 1], " one")
-    imported.save(tmp_path)
-    for same in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(imported))):
-        assert same.vocabulary == imported.vocabulary and same.fingerprint == imported.fingerprint
+    grown = imported.with_symbols(("<2fr>", ">>deu<<"))
+    deu, fr = len(pieces) - 1, len(pieces)
+    assert grown.source.vocab_size == len(pieces) + 1
+    assert (
+        grown.source.encode(["one hundred"])
+        == imported.source.encode(["one hundred"])
+        == plain.source.encode(["one hundred"])
+    )
+    for line, tags in (
+        (">>deu<< one", [deu]),
+        ("<2fr> one", [fr]),
+        (">>deu<< <2fr> one", [deu, fr]),
+    ):
+        tag, rest = grown.source.split_tag(line)
+        assert [id_ for id_ in tag if id_ >= deu] == tags and rest.strip() == "one"
+        assert [id_ for id_ in grown.source.encode([line])[0] if id_ >= deu] == tags
+    grown.save(tmp_path)
+    for same in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(grown))):
+        assert same.vocabulary == grown.vocabulary and same.fingerprint == grown.fingerprint
     train().save(tmp_path)
     assert not Tokenizer.load(tmp_path).vocabulary

@@ -167,8 +167,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     user_defined_symbols: tuple[str, ...] = ()
     """Tokens that are never split, such as tags (<2de>) or placeholders. They do not have to occur
     in the training text. If a long line is translated in segments, each segment repeats the symbols
-    at the start of the line. An existing vocabulary (tokenizer.model, training.start_from) must
-    contain them."""
+    at the start of the line. Symbols missing from an existing vocabulary (tokenizer.model,
+    training.start_from) are added to it."""
     max_training_sentences: Positive = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     sampling: Fraction = 0.0
@@ -180,7 +180,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     model: str = ""
     """Existing SentencePiece model to use instead of training one (if not joint: the source model).
     Its tokens 0 to 3 must be PAD, BOS, EOS and UNK. Its size, algorithm and normalization are
-    fixed; of the other tokenizer settings, only sampling and sampled_epochs apply."""
+    fixed; of the other tokenizer settings, only user_defined_symbols, sampling and sampled_epochs
+    apply."""
     target_model: str = ""
     """If not joint: existing SentencePiece model for the target language; requires tokenizer.model
     for the source language."""

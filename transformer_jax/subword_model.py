@@ -105,3 +105,18 @@ class SubwordModel:
         found = self._leading.match(line)
         assert found is not None  # the match may be empty
         return self.encode([found[0]])[0], line[found.end() :]
+
+
+def with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
+    """Return a model with missing ``symbols`` appended as user-defined symbols."""
+    proto = model_proto(model)
+    pieces = {piece.piece: piece for piece in proto.pieces}
+    for symbol in symbols:
+        if symbol not in pieces:
+            proto.pieces.add(piece=symbol, type=proto.SentencePiece.USER_DEFINED)
+        elif pieces[symbol].type != proto.SentencePiece.USER_DEFINED:
+            raise UserError(
+                f"tokenizer.user_defined_symbols contains {symbol!r}, which is already a "
+                "regular or special token in the vocabulary; choose another name."
+            )
+    return proto.SerializeToString()

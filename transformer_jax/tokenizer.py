@@ -16,7 +16,7 @@ from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.storage import local_path, write_atomically
-from transformer_jax.subword_model import SubwordModel
+from transformer_jax.subword_model import SubwordModel, with_symbols
 
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
 _VOCABULARY = "tokenizer.vocab.json"
@@ -56,7 +56,7 @@ class Tokenizer:
         if config.model:
             files = [local_path(file) for file in (config.model, config.target_model) if file]
             models = [_read_model(file, special_ids=True) for file in files]
-            return cls(*models)
+            return cls(*models).with_symbols(config.user_defined_symbols)
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
@@ -83,6 +83,15 @@ class Tokenizer:
         vocabulary = directory / _VOCABULARY
         tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
         return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
+
+    def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
+        """Return a copy with missing ``symbols`` appended. Existing ids do not change.
+
+        As with ``TokenizerConfig.user_defined_symbols``, text is never split inside them.
+        """
+        models = [with_symbols(model, symbols) for model in self._models]
+        missing = [symbol for symbol in symbols if symbol not in self.vocabulary]
+        return Tokenizer(*models, vocabulary=self.vocabulary and (*self.vocabulary, *missing))
 
     @property
     def _models(self) -> list[bytes]:

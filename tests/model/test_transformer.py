@@ -135,6 +135,7 @@ def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> Non
     source = changed(tokens(3, 135), (np.s_[1, 4:], 0), (np.s_[2, 70:], 0))
     check_cached_steps(build(), source, tokens(3, 140, seed=1))
 
+
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])
 def test_an_infinite_value_does_not_reach_the_next_sentence(backend: str) -> None:
     """A row keeps the history of its last sentence, under a mask."""

@@ -57,11 +57,30 @@ def test_the_first_step_has_the_other_runs_parameters_and_tokenizer(
     assert Tokenizer.load(tmp_path / "run").fingerprint == Tokenizer.load(general).fingerprint
 
 
-def test_new_tags_need_a_vocabulary_that_has_them(general: Path, tmp_path: Path) -> None:
-    tagged = TokenizerConfig(vocab_size=150, user_defined_symbols=("<2en>",))
-    config = changed(_own_text(tmp_path, general), tokenizer=tagged)
-    with pytest.raises(UserError, match="tokenizer.user_defined_symbols contains '<2en>'"):
-        train(config, tmp_path / "run", devices=ONE)
+def test_new_symbols_extend_the_vocabulary(general: Path, tmp_path: Path) -> None:
+    """Old tokens keep their embeddings, and a new token starts with the mean of all of them."""
+    config = _own_text(tmp_path, general)
+    (tmp_path / "source").write_text("<2en> eins zwei\n" * 60)
+    config = changed(
+        config, tokenizer=TokenizerConfig(vocab_size=150, user_defined_symbols=("<2en>",))
+    )
+    with prepare(config, tmp_path / "run", devices=ONE) as run:
+        state = run.state
+    old, new = (
+        _parameters(general)["target_embedding"]["matrix"],
+        state.parameters["target_embedding"]["matrix"],
+    )
+    np.testing.assert_array_equal(new[:-1], old)
+    np.testing.assert_allclose(
+        new[-1], np.asarray(old).mean(axis=0, dtype=np.float64), rtol=1e-5, atol=1e-7
+    )
+    assert train(config, tmp_path / "run", devices=ONE)["steps"] == 4
+    tokenizer = Tokenizer.load(tmp_path / "run")
+    assert (
+        tokenizer.source.tokens([len(old)]) == ["<2en>"]
+        and len(old) in tokenizer.source.encode(["<2en> eins"])[0]
+    )
+    assert load_model(tmp_path / "run")[0].model.vocab_size == len(old) + 1
 
 
 def test_start_from_a_single_checkpoint(general: Path, tmp_path: Path) -> None:

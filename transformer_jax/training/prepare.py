@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from transformer_jax.checkpoint import (
@@ -261,12 +262,11 @@ def prepare_tokenizer(
     if newest is not None:
         return load_tokenizer(place.folder, place.checkpoints / checkpoint_name(newest))
     if start:
-        tokenizer = load_tokenizer(start[0].parents[1], start[0])
+        symbols = config.tokenizer.user_defined_symbols
+        tokenizer = load_tokenizer(start[0].parents[1], start[0]).with_symbols(symbols)
     else:
         log.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), config.tokenizer)
-    for side in (tokenizer.source, tokenizer.target):
-        side.require_ids(config.tokenizer.user_defined_symbols, "tokenizer.user_defined_symbols")
     tokenizer.save(place.folder)
     return tokenizer
 
@@ -315,7 +315,7 @@ def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
     abstract: Parameters = functions.abstract_state.parameters
     log.info("Starting from the parameters of %s: %s.", start[0].parents[1], described(start))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    parameters = place(load_parameters(start), shardings)
+    parameters = place(jax.tree.map(_grown, load_parameters(start), abstract), shardings)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
     return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
 
@@ -337,3 +337,9 @@ def _start_checkpoints(config: Config) -> list[Path]:
             f"Use --config {name}/config.json. {fields_that_differ(fixed)}"
         )
     return chosen
+
+
+def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Append a row with the mean of all rows for each token added to the vocabulary."""
+    missing = np.subtract(abstract.shape, values_VD.shape)
+    return np.pad(values_VD, [(0, count) for count in missing], mode="mean")
