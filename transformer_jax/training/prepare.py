@@ -221,7 +221,11 @@ def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
 
     first_then_others(copy)
     with together():
-        assert not missing(), "a copied corpus is corrupt"
+        if missing():
+            raise UserError(
+                f"The corpus copied to {str(here)!r} is corrupt. Run the same command again to "
+                "copy it again."
+            )
 
 
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
