@@ -13,7 +13,8 @@ as in train.py; the vocabulary has ``tokenizer.vocab_size`` tokens. Prints one J
 - ``parts`` of a training step: kernels of each part of the model. On a GPU, also GB read and
   written, TFLOP, and estimated milliseconds on an H200. On a TPU, also XLA's estimate of cycles,
   which excludes collectives. ``--table`` prints only these, in Markdown.
-- ``copied_caches``: number of copies or gathers of a whole KV cache array in a search, expected 0.
+- ``copied_caches``: number of copies or gathers of a whole KV cache array in a search's loops,
+  expected 0.
 
 Kernels are assigned to parts by their name (``jax.named_scope``) and their operations. Kernels in a
 loop count once per iteration, or once if XLA does not know the number of iterations. The estimate
@@ -48,6 +49,7 @@ from benchmarks.hlo import (
     collectives,
     computations,
     copied,
+    in_loops,
     kernels,
 )
 from benchmarks.in_turn import Answer, markdown
@@ -178,7 +180,7 @@ def _search(config: Config, device: Any) -> Answer:
     text, figures = _compile(engine.lowered(bucket, SingleDeviceSharding(device)))
     every, rows = computations(text), jax.eval_shape(lambda: engine.new_rows(bucket))
     caches = {x.shape for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4}
-    copies = copied(every, [name for name in every if "fused" not in name], caches)
+    copies = copied(every, in_loops(every), caches)
     return figures | {"rows": bucket.rows, "copied_caches": len(copies)}
 
 

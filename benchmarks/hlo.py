@@ -242,6 +242,21 @@ def by_cycles(kernels: Iterable[Kernel]) -> Table:
     return table
 
 
+def in_loops(every: Program) -> set[str]:
+    """Find the computations that run in the body of a loop, but not inside a fusion."""
+
+    def entered(x: Operation) -> list[str]:
+        [branches] = re.findall(r"branch_computations={(.*?)}", x.attributes) or [""]
+        outside = x.kind in ("while", "conditional", "call")
+        return [*x.calls, *re.findall(r"%([\w.\-]+)", branches)] if outside else []
+
+    loops = [x for inside in every.values() for x in inside.values() if x.kind == "while"]
+    found = {name for x in loops for name in entered(x)}
+    while new := {y for name in found for x in every[name].values() for y in entered(x)} - found:
+        found |= new
+    return found
+
+
 def copied(
     every: Program, names: Iterable[str], shapes: Collection[tuple[int, ...]]
 ) -> list[Operation]:

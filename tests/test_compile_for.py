@@ -15,7 +15,15 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import compile_for
-from benchmarks.hlo import by_cycles, by_part, collectives, computations, kernels
+from benchmarks.hlo import (
+    by_cycles,
+    by_part,
+    collectives,
+    computations,
+    copied,
+    in_loops,
+    kernels,
+)
 from benchmarks.in_turn import markdown
 from transformer_jax.config import Config, MeshConfig, ModelConfig
 from transformer_jax.data.batching import Batch
@@ -51,6 +59,40 @@ def test_the_report_for_local_devices(monkeypatch, capsys):
 def test_unknown_devices(device):
     with pytest.raises(UserError, match=f"--device {device}: "):
         compile_for.find_devices(device)
+
+
+def test_computations_in_loops_are_found_through_branches() -> None:
+    program = """
+%fused (p: f32[4]) -> f32[4] {
+  ROOT %c = f32[4]{0} copy(%p)
+}
+
+%first (p: f32[4]) -> f32[4] {
+  ROOT %c = f32[4]{0} copy(%p)
+}
+
+%body (p: f32[4]) -> f32[4] {
+  %f = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused
+  ROOT %d = f32[4]{0} conditional(%i, %f), branch_computations={%first, %second}
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %o = f32[4]{0} copy(%p)
+  ROOT %w = f32[4]{0} while(%o), condition=%goes_on, body=%body
+}
+
+%second (p: f32[4]) -> f32[4] {
+  ROOT %n = f32[4]{0} negate(%p)
+}
+
+%goes_on (p: f32[4]) -> pred[] {
+  ROOT %t = pred[] constant(1)
+}
+"""
+    every = computations(program.strip())
+    found = in_loops(every)
+    assert found == {"body", "goes_on", "first", "second"}
+    assert len(copied(every, found, {(4,)})) == 1
 
 
 def test_collectives_count_transferred_bytes():
