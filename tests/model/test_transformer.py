@@ -140,7 +140,7 @@ def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> Non
 def test_an_infinite_value_does_not_reach_the_next_sentence(backend: str) -> None:
     """A row keeps the history of its last sentence, under a mask."""
     model, source, first = build(), tokens(2, 5), np.full((2, 2), 1, np.int32)
-    broken = build()
+    broken = nnx.clone(model)
     value = broken.decoder.layers[0].self_attention.value.kernel
     value.set_value(jnp.full_like(value.get_value(), jnp.inf))
     fresh = start_cache(backend, model, source, beam_size=2, max_length=3)
