@@ -72,9 +72,11 @@ def test_a_wide_beam_equals_brute_force(possible, length, beam_size, alpha):
             assert_same(its, every_hypothesis(as_model(log_softmax(chain)), rules)[:beam_size])
 
 
-@pytest.mark.parametrize(("beam_size", "alpha"), [(1, 0.6), (2, 1.5), (3, 0.6), (8, 0.0)])
+@pytest.mark.parametrize(("beam_size", "alpha"), [(1, 0.6), (2, 1.5), (3, 0.6), (3, 4.0), (8, 0.0)])
 def test_equals_the_reference_search(beam_size, alpha):
-    """Maximum lengths vary between sentences; 0 allows no hypothesis. A beam of 1 is greedy."""
+    """Maximum lengths vary between sentences; 0 allows no hypothesis. A beam of 1 is greedy. With a
+    large penalty, hypotheses are overtaken by longer ones of lower probability.
+    """
     logits, limits = random_logits(beam_size), np.arange(100) % 10
     found = found_in(logits, limits, beam_size=beam_size, length_penalty=alpha)
     for chain, limit, its in zip(logits, limits.tolist(), found, strict=True):
@@ -90,6 +92,13 @@ def test_results_do_not_depend_on_neighbors():
     assert found_in(logits[order], limits[order]) == [together[i] for i in order]
     for i in range(12):
         assert found_in(logits[i : i + 1], limits[i : i + 1]) == [together[i]]
+
+
+def test_ties_go_to_the_hypothesis_that_finished_first():
+    logits = np.full((1, 9, 11, 11), -np.inf, np.float32)
+    logits[0, 0, BOS, [EOS, 3]] = logits[0, 1, 3, EOS] = 0
+    [its] = found_in(logits, length_penalty=0.0)
+    assert [tokens for tokens, _, _ in its] == [(EOS,), (3, EOS)]
 
 
 def test_ties_go_to_the_better_beam_then_the_lower_token():
