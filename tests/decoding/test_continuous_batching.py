@@ -15,7 +15,7 @@ from flax import struct
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, seat
+from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, resized, seat
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import results, search
 
@@ -229,3 +229,14 @@ def test_few_slots_are_wasted():
     )
     used = sum(len(tokens) for [(tokens, *_)] in found.values())
     assert 4 * refilled * 0.9 <= used < 48 * static * 0.7
+
+
+@pytest.mark.parametrize(
+    ("done_B", "numbers"), [([0, 1, 0], [7, 9]), ([0, 0, 0], [7, 8, 9, NOBODY, NOBODY])]
+)
+def test_resized_rows_hold_the_running_sentences_and_are_idle_otherwise(done_B, numbers):
+    rows = new_rows(BEAM, 3)._replace(number_B=np.array([7, 8, 9]))
+    rows = rows._replace(state=rows.state._replace(done_B=np.array(done_B, bool)))
+    found = resized(rows, len(numbers))
+    assert found.number_B.tolist() == numbers
+    assert found.state.done_B.tolist() == [number == NOBODY for number in numbers]
