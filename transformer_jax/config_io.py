@@ -115,11 +115,16 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _build(section: Any, values: dict[str, Any]) -> Any:
+def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
     sections = {field.name: field.default_factory for field in dataclasses.fields(section)}
     arguments = {}
     for name, value in values.items():
+        if name not in sections:
+            raise UserError(
+                f"Unknown config field {prefix}{name}; expected one of {', '.join(sections)}. If "
+                "an earlier version of transformer_jax wrote the file, rename or remove the field."
+            )
         if isinstance(value, dict):
-            value = _build(sections[name], value)
+            value = _build(sections[name], value, f"{prefix}{name}.")
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return section(**arguments)
