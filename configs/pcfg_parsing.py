@@ -1,8 +1,10 @@
 r"""Constituency parsing of an artificial language: six minutes on two CPU cores (docs/parsing.md).
 
-    python -m transformer_jax.parsing generate --numbered --trees 100000 --seed 1 \
+    python examples/artificial_trees.py --trees 100000 --seed 1 | \
+        python -m transformer_jax.parsing prepare --numbered --trees /dev/stdin \
         --output data/pcfg/train
-    python -m transformer_jax.parsing generate --numbered --trees 500 --seed 2 \
+    python examples/artificial_trees.py --trees 500 --seed 2 | \
+        python -m transformer_jax.parsing prepare --numbered --trees /dev/stdin \
         --output data/pcfg/dev
 """
 
@@ -17,7 +19,6 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.parsing.generated import LABELS
 from transformer_jax.parsing.trees import bracket_symbols
 
 
@@ -32,7 +33,7 @@ def get_config() -> Config:
         tokenizer=TokenizerConfig(
             vocab_size=2800,
             normalization="identity",
-            user_defined_symbols=bracket_symbols(" ".join(LABELS)),
+            user_defined_symbols=bracket_symbols("S A B C D E F G"),
         ),
         data=DataConfig(
             root="data/pcfg",

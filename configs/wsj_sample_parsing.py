@@ -8,8 +8,9 @@ last 264 the test set:
         --take 3400 --output data/wsj_sample/train
     python -m transformer_jax.parsing prepare --numbered --trees 'treebank/combined/*.mrg' \
         --skip 3400 --take 250 --output data/wsj_sample/dev
-    python -m transformer_jax.parsing generate --numbered --like data/wsj_sample/train.mrg \
-        --trees 60000 --seed 1 --output data/wsj_sample/more
+    python examples/recombined_trees.py --like data/wsj_sample/train.mrg --trees 60000 --seed 1 | \
+        python -m transformer_jax.parsing prepare --numbered --trees /dev/stdin \
+        --output data/wsj_sample/more
 """
 
 import dataclasses

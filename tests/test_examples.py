@@ -16,6 +16,8 @@ import jax
 import pytest
 
 import transformer_jax
+from transformer_jax.parsing.__main__ import main as parsing
+from transformer_jax.parsing.trees import read_parses
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
@@ -103,6 +105,37 @@ def test_figures(run: Callable[..., str], tmp_path: Path) -> None:
         f"{tmp_path}/new/{name}.svg" for name in ("positions", "schedule")
     ]
     assert "4,000 warmup steps" in (tmp_path / "new" / "schedule.svg").read_text()
+
+
+def test_artificial_trees(run: Callable[..., str], tmp_path: Path) -> None:
+    check_text_for_parsing(run("artificial_trees", trees=7, seed=3), tmp_path, tags={"XX"})
+
+
+def test_recombined_trees(run: Callable[..., str], tmp_path: Path) -> None:
+    given = tmp_path / "given.mrg"
+    given.write_text(
+        "(S (NP (D a) (N cat)) (VP (V saw) (NP (NP (N rain)) (PP (P in) (NP (N May))))))\n"
+        "(S (PP (P at) (NP (N night))) (NP (N dogs)) (VP (V bark)))\n"
+    )
+    printed = run("recombined_trees", like=(given,), trees=7, seed=3)
+    check_text_for_parsing(printed, tmp_path, tags=set("DNPV"))
+
+
+def check_text_for_parsing(printed: str, folder: Path, *, tags: set[str]) -> None:
+    """Check that ``prepare`` and ``restore`` keep all seven trees."""
+    file, output = folder / "printed.trees", folder / "new" / "train"
+    file.write_text(printed)
+    parses = list(read_parses(file))
+    assert len(parses) == len(printed.splitlines()) == 7
+    assert set().union(*(parse.tags for parse in parses)) <= tags
+    for numbered in ("--numbered", "--no-numbered"):
+        assert parsing(["prepare", numbered, "--trees", str(file), "--output", str(output)]) == 0
+        assert list(read_parses(f"{output}.mrg")) == parses
+        assert ("#" in Path(f"{output}.words").read_text()) == (numbered == "--numbered")
+        files = ["--words", f"{output}.words", "--sequences", f"{output}.sequences"]
+        assert parsing(["restore", *files, "--output", f"{output}.back"]) == 0
+        for parse, restored in zip(parses, read_parses(f"{output}.back"), strict=True):
+            assert (parse.words, parse.constituents) == (restored.words, restored.constituents)
 
 
 def test_table_3(run: Callable[..., str], tmp_path: Path) -> None:

@@ -102,9 +102,7 @@ def test_restore_writes_its_output_atomically(folder: Path) -> None:
             "words ends after 2 lines; expected the same number",
         ),
         ("score --gold b.mrg --parses a.mrg.gz", "Tree 1: the words are 'John has a dog .'"),
-        ("generate --output x --trees 0", "trees is 0; expected 1 or more"),
-        ("generate --output x --trees 1 --like none.mrg", "none.mrg"),
-        ("generate --output x --trees 1 --like empty.mrg", "No trees"),
+        ("prepare --trees empty.mrg --output x", "No trees"),
     ],
 )
 def test_invalid_input_is_an_error(
