@@ -3,8 +3,8 @@ r"""English constituency parsing, Wall Street Journal (section 6.3). Not yet run
 Prepare the text from the Penn Treebank (LDC99T42; train on sections 2 to 21, dev on 22):
 
     python -m transformer_jax.parsing prepare --output data/wsj/train \
-        --trees 'wsj/0[2-9]/*.mrg' 'wsj/1?/*.mrg' 'wsj/2[01]/*.mrg'
-    python -m transformer_jax.parsing prepare --output data/wsj/dev --trees 'wsj/22/*.mrg'
+        --trees wsj/0[2-9]/*.mrg wsj/1?/*.mrg wsj/2[01]/*.mrg
+    python -m transformer_jax.parsing prepare --output data/wsj/dev --trees wsj/22/*.mrg
 
 docs/parsing.md describes the remaining steps, up to F1. To also train on trees from another parser,
 add their files to --data.train.source and --data.train.target.

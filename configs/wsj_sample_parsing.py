@@ -4,10 +4,14 @@ NLTK provides the sample (nltk.download("treebank"); wsj_0001.mrg to wsj_0199.mr
 trees, and recombinations of them, are the training set. The next 250 trees are the dev set, and the
 last 264 the test set:
 
-    python -m transformer_jax.parsing prepare --numbered --trees 'treebank/combined/*.mrg' \
-        --take 3400 --output data/wsj_sample/train
-    python -m transformer_jax.parsing prepare --numbered --trees 'treebank/combined/*.mrg' \
-        --skip 3400 --take 250 --output data/wsj_sample/dev
+    python -m transformer_jax.parsing prepare --numbered --trees treebank/combined/*.mrg \
+        --output data/wsj_sample/all
+    cd data/wsj_sample
+    for F in words sequences mrg; do
+        head -n 3400 all.$F > train.$F; tail -n 264 all.$F > test.$F
+        head -n 3650 all.$F | tail -n 250 > dev.$F
+    done
+    cd ../..
     python examples/recombined_trees.py --like data/wsj_sample/train.mrg --trees 60000 --seed 1 | \
         python -m transformer_jax.parsing prepare --numbered --trees /dev/stdin \
         --output data/wsj_sample/more

@@ -1,6 +1,6 @@
 """Constituency parsing as translation (section 6.3): convert between trees and text.
 
-    python -m transformer_jax.parsing prepare --trees 'wsj/22/*.mrg' --output data/wsj/dev
+    python -m transformer_jax.parsing prepare --trees wsj/22/*.mrg --output data/wsj/dev
     python decode.py --workdir W --input data/wsj/dev.words --output dev.sequences
     python -m transformer_jax.parsing restore --words data/wsj/dev.words \\
         --sequences dev.sequences --output dev.mrg
@@ -9,21 +9,15 @@
 
 from __future__ import annotations
 
-import glob
-import os
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from transformer_jax import UserError, read_lines, run_program, write_atomically
+from transformer_jax import UserError, parse_flags, read_lines, run_program, write_atomically
 from transformer_jax.parsing.bracketing import bracket_score
 from transformer_jax.parsing.trees import (
-    Parse,
     from_sequence,
     read_parses,
     with_numbers,
@@ -38,15 +32,9 @@ class Prepare:
     """
 
     trees: tuple[str, ...]
-    """Treebank files in Penn format, optionally compressed (.gz). Globs such as
-    'wsj/0[2-9]/*.mrg' are expanded in sorted order.
-    """
+    """Treebank files in Penn format, optionally compressed (.gz)."""
     output: str
     """Output path without suffix. Missing folders are created."""
-    skip: int = 0
-    """Number of trees to skip at the beginning."""
-    take: int | None = None
-    """Maximum number of trees. Default: all."""
     numbered: bool = False
     """Number the words (`#0 It #1 barks`), and write each word's number and part of speech
     (`#0 PRP`) instead of XX in the sequence. A model then needs fewer trees to learn to attend to
@@ -83,64 +71,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> None:
-    task = tyro.cli(
-        Prepare | Restore | Score,  # type: ignore[arg-type]
-        prog="python -m transformer_jax.parsing",
-        args=argv,
-        description="Constituency parsing as translation: convert a treebank to text for "
-        "train.py, and text back to trees.",
-    )
+    tasks: Any = Prepare | Restore | Score
+    task = parse_flags(tasks, argv)
     if isinstance(task, Score):
         print(bracket_score(read_parses(task.gold), read_parses(task.parses)))
     else:
-        work: Any = {Prepare: prepare, Restore: restore}[type(task)]
-        print(work(task), file=sys.stderr)
+        print(prepare(task) if isinstance(task, Prepare) else restore(task), file=sys.stderr)
 
 
 def prepare(task: Prepare) -> str:
     """Write the three files. Returns a summary."""
-    _check_at_least("skip", task.skip, 0)
-    if task.take is not None:
-        _check_at_least("take", task.take, 1)
-    end = None if task.take is None else task.skip + task.take
-    parses = islice(_parses(task.trees), task.skip, end)
-    if (first := next(parses, None)) is None:
-        where = f" after the first {task.skip}" if task.skip else ""
-        raise UserError(
-            f"No trees found in {' '.join(task.trees)}{where}; expected trees in Penn format."
-        )
-    return _write(task.output, chain([first], parses), numbered=task.numbered)
-
-
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UserError(f"{name} is {value}; expected {least} or more.")
-
-
-def _parses(names: Iterable[str]) -> Iterator[Parse]:
-    return chain.from_iterable(map(read_parses, [file for name in names for file in _files(name)]))
-
-
-def _files(name: str) -> list[str]:
-    """Return the file with this name, or all files that match a glob, sorted."""
-    path = os.path.expanduser(name)
-    if not glob.has_magic(path) or os.path.exists(path):
-        return [path]
-    matches = sorted(glob.glob(path, recursive=True))
-    if not (files := [match for match in matches if os.path.isfile(match)]):
-        raise UserError(f"{name!r} matches no file; expected at least one file.")
-    return files
-
-
-def _write(output: str, parses: Iterable[Parse], *, numbered: bool) -> str:
     words, sequences, trees = list[str](), list[str](), list[str]()
     num_words = 0
-    for parse in parses:
-        words.append(" ".join(with_numbers(parse.words) if numbered else parse.words))
-        sequences.append(parse.sequence(numbered=numbered))
-        trees.append(str(parse))
-        num_words += len(parse.words)
-    stem = Path(output)
+    for file in task.trees:
+        for parse in read_parses(file):
+            words.append(" ".join(with_numbers(parse.words) if task.numbered else parse.words))
+            sequences.append(parse.sequence(numbered=task.numbered))
+            trees.append(str(parse))
+            num_words += len(parse.words)
+    if not trees:
+        raise UserError(f"No trees found in {' '.join(task.trees)}; expected trees in Penn format.")
+    stem = Path(task.output)
     stem.parent.mkdir(parents=True, exist_ok=True)
     for ending, lines in (("words", words), ("sequences", sequences), ("mrg", trees)):
         write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
