@@ -5,7 +5,6 @@ PyTorch is imported only when one of the two functions is called.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -47,6 +46,7 @@ _LIBRARY = Library(
     },
     layer="{side}.layers.{number}.",
 )
+_SETTINGS = ("num_heads", "dropout", "add_zero_attn", "norm_first", "eps", "p")  # of modules
 _OTHERS: dict[str, str] = {
     "source_embedding.matrix": "source_embedding.weight",
     "source_embedding.position_matrix": "positions[0]",
@@ -99,7 +99,13 @@ def from_torch(
     Raises:
       UserError: a class, setting or shape is unsupported. The message includes its location.
     """
-    fields = _read_settings(transformer)
+    try:
+        fields = _read_settings(transformer)
+    except (AttributeError, IndexError) as error:
+        raise UserError(
+            f"The first encoder layer has missing settings ({error}); expected a "
+            "torch.nn.Transformer with the layers of torch.nn."
+        ) from None
     ends, tied = _read_ends(source_embedding, target_embedding, output)
     of_positions, tables = _read_positions(positions, shared=tied in ("all", "embeddings"))
     source_size, vocab_size = (len(ends[f"{s}_embedding.weight"]) for s in ("source", "target"))
@@ -112,6 +118,7 @@ def from_torch(
         **fields,
         **of_positions,
     )
+    _check_modules(transformer, config)
     return _model(config, transformer.state_dict() | ends | tables)
 
 
@@ -194,72 +201,55 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
 
 
 def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
-    """Read the ``ModelConfig`` fields. Raises ``UserError`` if layers have different settings."""
-    _check_classes(transformer)
-    modules = dict(transformer.named_modules())
-    matrices = [name for name in transformer.state_dict() if name.endswith("weight")]
-    with_bias = {n: n.replace("weight", "bias") in transformer.state_dict() for n in matrices}
-    bias = _in_common("bias", with_bias)
-    stacks = {"encoder": transformer.encoder, "decoder": transformer.decoder}
-
-    def one(setting: str, names: str) -> Any:
-        found = {n: getattr(m, setting) for n, m in modules.items() if re.search(names, n)}
-        return _in_common(setting, found)
-
-    layers = {n: m for n, m in modules.items() if re.search(r"layers\.\d+$", n)}
-    activations = {n: _activation_name(n, layer.activation) for n, layer in layers.items()}
-    pre = one("norm_first", r"layers\.\d+$")
-    final_norm = _in_common("norm", {n: m.norm is not None for n, m in stacks.items()})
-    sizes = [len(stack.layers) for stack in stacks.values()]
+    """Read ``ModelConfig`` fields from the first encoder layer; see ``_check_modules``."""
+    layer = transformer.encoder.layers[0]
+    num_layers, num_decoder_layers = (
+        len(transformer.encoder.layers),
+        len(transformer.decoder.layers),
+    )
+    has_final_norm = transformer.encoder.norm is not None
+    has_bias = any(name.endswith("bias") for name in transformer.state_dict())
     return {
         "d_model": transformer.d_model,
-        "d_ff": transformer.encoder.layers[0].linear1.out_features,
-        "num_heads": one("num_heads", "attn$"),
-        "num_layers": sizes[0],
-        "num_decoder_layers": None if sizes[0] == sizes[1] else sizes[1],
-        "norm": "pre" if pre else "post",
-        "final_norm": None if final_norm == pre else final_norm,
-        "norm_epsilon": one("eps", r"norm\d?$"),
-        "activation": _in_common("activation", activations),
-        "dropout": one("p", r"dropout\d$"),
-        "attention_dropout": one("dropout", "attn$"),
-        "feed_forward_dropout": one("p", "dropout$"),
-        **dict.fromkeys(("attention_bias", "feed_forward_bias", "norm_bias"), bias),
+        "d_ff": layer.linear1.out_features,
+        "num_heads": layer.self_attn.num_heads,
+        "num_layers": num_layers,
+        "num_decoder_layers": None if num_layers == num_decoder_layers else num_decoder_layers,
+        "norm": "pre" if layer.norm_first else "post",
+        "final_norm": None if has_final_norm == layer.norm_first else has_final_norm,
+        "norm_epsilon": layer.norm1.eps,
+        "activation": _activation_name("encoder.layers.0", layer.activation),
+        "dropout": layer.dropout1.p,
+        "attention_dropout": layer.self_attn.dropout,
+        "feed_forward_dropout": layer.dropout.p,
+        **dict.fromkeys(("attention_bias", "feed_forward_bias", "norm_bias"), has_bias),
     }
 
 
-def _check_classes(transformer: nn.Transformer) -> None:
-    """Raise a ``UserError`` that names the module if its class is unsupported."""
-    from torch import nn
+def _check_modules(transformer: nn.Transformer, config: ModelConfig) -> None:
+    """Raise a ``UserError`` that names the first module with another class or other settings."""
+    found, expected = _described(transformer), _described(_blank_transformer(config))
+    for name in found | expected:
+        theirs, ours = found.get(name, "missing"), expected.get(name, "no module")
+        if theirs != ours:
+            raise UserError(
+                f"transformer.{name} is {theirs}; expected {ours}. All layers need the classes of "
+                "torch.nn and the same settings. (nn.Transformer(activation=nn.GELU()) leaves "
+                "ReLU in the decoder. Pass the function instead: torch.nn.functional.gelu.)"
+            )
 
-    like = nn.Transformer(2, 2, 1, 1, 2, batch_first=True, device="meta")
-    classes = {name: type(module) for name, module in like.named_modules()}
+
+def _described(transformer: nn.Transformer) -> dict[str, str]:
+    """Return the class and settings of each module."""
+    found = {}
     for name, module in transformer.named_modules():
-        place = "transformer" + "." * bool(name) + name
-        expected = classes.get(re.sub(r"(?<=layers\.)\d+", "0", name))
-        if type(module) is not expected and not name.endswith(".activation"):
-            raise UserError(
-                f"{place} is a {type(module).__name__}; expected "
-                f"{f'a torch.nn.{expected.__name__}' if expected else 'no module here'}. Other "
-                "classes cannot be converted."
-            )
-        if getattr(module, "add_zero_attn", False):
-            raise UserError(
-                f"add_zero_attn is True in {place}, which is not supported; expected False."
-            )
-
-
-def _in_common(setting: str, found: Mapping[str, Any]) -> Any:
-    (first, value), *others = found.items()
-    for place, other in others:
-        if other != value:
-            raise UserError(
-                f"{setting} is {value!r} in transformer.{first} and {other!r} in "
-                f"transformer.{place}; expected the same value in all layers. "
-                "(nn.Transformer(activation=nn.GELU()) leaves ReLU in the decoder. Pass the "
-                "function instead: torch.nn.functional.gelu.)"
-            )
-    return value
+        settings = {key: vars(module)[key] for key in _SETTINGS if key in vars(module)}
+        if hasattr(module, "activation"):
+            settings["activation"] = _activation_name(name, module.activation)
+        if not name.endswith(".activation"):
+            given = ", ".join(f"{key}={value}" for key, value in settings.items())
+            found[name] = f"{type(module).__module__}.{type(module).__qualname__}({given})"
+    return found
 
 
 def _activations() -> dict[str, Callable[[Tensor], Tensor]]:
