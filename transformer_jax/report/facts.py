@@ -44,7 +44,7 @@ def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
     """
     tables: dict[str, list[list[str]]] = {title: [] for title in _SETTINGS}
     columns = [_flat(dataclasses.asdict(config)) for config in (*configs, Config())]
-    for row in by_label(columns) if configs else ():
+    for row in by_label(columns):
         _, *values, default = row
         differs, chosen = len({*values}) > 1, values[0] != default
         tables[_SETTINGS[0 if differs else 1 if chosen else 2]].append(row)

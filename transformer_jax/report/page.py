@@ -43,7 +43,7 @@ def page(runs: Sequence[Run]) -> bytes:
         curves=list(_curves(runs)),
         results=by_label([results(run) for run in runs]),
         environment=by_label([environment(run) for run in runs]),
-        settings=settings([run.config for run in runs if run.config]),
+        settings=settings([run.config for run in runs]),
         pairs=pairs,
         word_diff=word_diff,
         attention=[

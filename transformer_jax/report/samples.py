@@ -33,7 +33,7 @@ def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
     """Read evenly spaced lines from the part of the dev set that BLEU is measured on."""
     from transformer_jax import read_pairs
 
-    if not number or not run.config:
+    if not number:
         return []
     data, first = run.config.data, run.config.training.bleu_sentences
     if not data.dev.is_given:
