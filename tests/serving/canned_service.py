@@ -21,7 +21,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:"
 )
-LANGUAGES = [{"code": "en", "name": "English", "targets": ["de"]}]
+LANGUAGES = [{"code": "en", "name": "en", "targets": ["de"]}]
 GERMAN = {
     "A man sleeps on a bench.": "Ein Mann schläft auf einer Bank.",
     "Two dogs are running through the snow.": "Zwei Hunde rennen durch den Schnee.",

@@ -20,6 +20,7 @@ from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.async_translator import LiveRows
 from transformer_jax.decoding.engine import Sentence
 from transformer_jax.decoding.records import Request
+from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service, _split_tag
@@ -79,6 +80,15 @@ def test_forms_and_query_parameters_work_like_json(server: Server) -> None:
     for form in ("", "target=de"):  # clients may send an empty form
         path = f"/translate?q={words}&source=en{'' if form else '&target=de'}"
         assert server.request("POST", path, form, content_type=FORM).json == answer
+
+
+def test_samples_are_served(translator: Translator) -> None:
+    model = make_model_to_serve(translator, method="sample", temperature=3.0)
+    service = Service({Pair("en", "de"): model}, max_queue=100, max_characters=2000)
+    with serving(service, translator) as server:
+        found = [server.ask(q=line).json["translatedText"] for line in LINES[:5]]
+    assert found == [model.translator.translate([line])[0] for line in LINES[:5]]
+    assert found != translator.translate(LINES[:5])
 
 
 def test_white_space_is_kept(server: Server) -> None:
@@ -142,13 +152,17 @@ def test_sentences_are_streamed_in_order(server: Server) -> None:
 
 
 def test_languages_health_metrics_and_docs(server: Server) -> None:
-    languages = [{"code": "en", "name": "English", "targets": ["de"]}]
+    languages = [{"code": "en", "name": "en", "targets": ["de"]}]
     assert server.request("GET", "/languages").json == languages
     assert server.request("GET", "/health").json == {"status": "ok"}
     server.ask(q="one")
     figures = server.request("GET", "/metrics").body.decode()
     assert 'http_requests_total{handler="/translate",method="POST",status="200"}' in figures
     assert "transformer_rows 4.0" in figures
+    [counted] = re.findall(r'transformer_sentences_total{pair="en-de"} (.*)', figures)
+    server.ask(q=["one", "two three"])
+    figures = server.request("GET", "/metrics").body.decode()
+    assert f'transformer_sentences_total{{pair="en-de"}} {float(counted) + 2}' in figures
     docs = server.request("GET", "/docs").body.decode()
     assert "swagger" in docs and "://" not in docs.replace(server.url, "")
     paths = server.request("GET", "/openapi.json").json["paths"]

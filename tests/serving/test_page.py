@@ -451,13 +451,13 @@ def test_languages_are_named_and_can_be_chosen(visit, service):
     expect(page.locator("#one-pair")).to_have_text("English to German")
     expect(page.get_by_role("combobox")).to_have_count(0)
     service.languages = [
-        {"code": "en", "name": "Englisch", "targets": ["de", "ar"]},
-        {"code": "x_1", "name": "Numbers", "targets": ["en", "y_2"]},
+        {"code": "en", "name": "en", "targets": ["de", "ar"]},
+        {"code": "y_2", "name": "y_2", "targets": ["en", "pt_BR"]},
     ]
     page = visit()
     choice = page.get_by_role("combobox", name="Languages")
     expect(choice.locator("option")).to_have_text(
-        ["English to German", "English to Arabic", "Numbers to English", "Numbers to y_2"]
+        ["English to German", "English to Arabic", "y_2 to English", "y_2 to Brazilian Portuguese"]
     )
     translate(page, FIRST)
     with page.expect_response("**/translate/stream"):

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
-from babel import Locale, UnknownLocaleError
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
-from prometheus_client import CollectorRegistry
 from prometheus_fastapi_instrumentator import Instrumentator
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from transformer_jax import SearchFailed, UserError, shown
-from transformer_jax.serving.metrics import SearchMetrics
 from transformer_jax.serving.schema import (
     CONTENT_TYPES,
     Answer,
@@ -75,14 +73,12 @@ class App:
         post("/translate/stream", self.stream, response_class=StreamingResponse)
         get("/languages", self.languages)
         get("/health", self.health, responses={503: {"model": Status}})
-        for name in ("", "page.js", "words.js", "page.css"):
-            file = _page(name or "index.html")
-            get(f"/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)
+        # A mount at / would answer GET /translate with 404 instead of 405.
+        app.router.default = StaticFiles(directory=_PAGE, html=True)
         ours, others = (UserError, SearchFailed), (TimeoutError, ClientDisconnect, HTTPException)
         for failure in (*ours, *others, Exception):
             app.add_exception_handler(failure, self._refuse)
-        registry = CollectorRegistry()
-        registry.register(SearchMetrics(self.service))
+        registry = self.service.registry
         measured = Instrumentator(should_group_status_codes=False, registry=registry)
         measured.instrument(app).expose(app, endpoint="/metrics")
         return app
@@ -115,10 +111,7 @@ class App:
         targets: dict[str, list[str]] = {}
         for pair in self.service.models:
             targets.setdefault(pair.source, []).append(pair.target)
-        return [
-            Language(code=code, name=_language_name(code), targets=into)
-            for code, into in targets.items()
-        ]
+        return [Language(code=code, name=code, targets=into) for code, into in targets.items()]
 
     async def health(self, response: Response) -> Status:
         """Readiness check: 200 once compilation is done, otherwise 503."""
@@ -231,17 +224,3 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
 
 def _event(kind: str, data: BaseModel) -> str:
     return f"event: {kind}\ndata: {data.model_dump_json(exclude_none=True)}\n\n"
-
-
-def _page(name: str) -> Callable[[], Awaitable[FileResponse]]:
-    async def page() -> FileResponse:
-        return FileResponse(_PAGE / name)
-
-    return page
-
-
-def _language_name(code: str) -> str:
-    try:
-        return Locale.parse(code, sep="-" if "-" in code else "_").english_name or code
-    except (UnknownLocaleError, ValueError):
-        return code

@@ -39,7 +39,7 @@ class Served(NamedTuple):
     workdir: str
     pair: Pair
     search: DecodingConfig
-    """The run's search settings, overridden by flags; always beam search."""
+    """The run's search settings, overridden by flags."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     pairs = _pairs(arguments, configs)
     served = []
     for folder, pair, config in zip(folders, pairs, configs, strict=True):
-        run = replace(config.decoding, method="beam")
-        search = parse_flags(Arguments, argv, defaults={"search": run}).search
-        for name in ("method", "temperature", "top_k", "top_p", "seed"):
-            value, expected = getattr(search, name), getattr(run, name)
-            if value != expected:
-                raise UserError(f"{name} is {value}; expected {expected}. Use decode.py to sample.")
+        search = parse_flags(Arguments, argv, defaults={"search": config.decoding}).search
         served.append(Served(str(folder), pair, search))
     return arguments, served
 

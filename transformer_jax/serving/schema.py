@@ -116,7 +116,7 @@ class Language(BaseModel):
     """A source language and its target languages."""
 
     code: str
-    name: str
+    name: str = Field(description="The code; LibreTranslate clients expect this field.")
     targets: list[str]
 
 

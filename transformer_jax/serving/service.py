@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.exceptions import HTTPException
 
 from transformer_jax import AsyncTranslator, Request, Translation, UserError, shown
@@ -52,6 +54,7 @@ class Service:
 
     Attributes:
       num_accepted: number of accepted sentences that are not yet translated.
+      registry: Prometheus metrics of the searches.
     """
 
     def __init__(
@@ -65,6 +68,26 @@ class Service:
         self.max_queue, self.max_characters = max_queue, max_characters
         self.num_accepted = 0
         self._status: Literal["ok", "compiling", "failed"] = "compiling"
+        self.registry = CollectorRegistry()
+        searches = [model.workers for model in self.models.values()]
+        for name, said, value in (
+            ("sentences_accepted", "Sentences in progress.", lambda: self.num_accepted),
+            (
+                "sentences_waiting",
+                "Waiting sentences.",
+                lambda: sum(x.num_waiting for x in searches),
+            ),
+            ("rows_busy", "Rows in use.", lambda: sum(x.num_busy for x in searches)),
+            ("rows", "Total rows across all searches.", lambda: sum(x.num_rows for x in searches)),
+        ):
+            Gauge(f"transformer_{name}", said, registry=self.registry).set_function(value)
+        self._num_sentences, self._num_tokens = (
+            Counter(f"transformer_{name}", said, ["pair"], registry=self.registry)
+            for name, said in (
+                ("sentences", "Sentences translated."),
+                ("target_tokens", "Target tokens in the best translations."),
+            )
+        )
 
     def start(self) -> None:
         """Compile all models and start their searches. Failures are logged and set ``status``."""
@@ -142,7 +165,7 @@ class Service:
         turns = model.new_turns()  # keeps one request from taking all rows
         tasks = [
             [
-                self._start(query, model, turns, tag + sentence, "" if i else query.prefix)
+                self._start(query, pair, turns, tag + sentence, "" if i else query.prefix)
                 for i, sentence in enumerate(its_cut.sentences)
             ]
             for tag, its_cut in zip(tags, cuts, strict=True)
@@ -150,9 +173,10 @@ class Service:
         return Answering(query, pair, list(zip(cuts, tasks, strict=True)))
 
     def _start(
-        self, query: Query, model: AsyncTranslator, turns: asyncio.Semaphore, text: str, prefix: str
+        self, query: Query, pair: Pair, turns: asyncio.Semaphore, text: str, prefix: str
     ) -> asyncio.Task[list[Translation]]:
         """Start translating a sentence. It counts as accepted until the task ends."""
+        model = self.models[pair]
         encode = model.translator.tokenizer.source.encode
         work = model.translate(
             Request(text, prefix),
@@ -161,12 +185,15 @@ class Service:
             turns=turns,
         )
         task = asyncio.create_task(work)
-        task.add_done_callback(self._release)
+        task.add_done_callback(partial(self._release, pair))
         self.num_accepted += 1
         return task
 
-    def _release(self, _: object) -> None:
+    def _release(self, pair: Pair, task: asyncio.Task[list[Translation]]) -> None:
         self.num_accepted -= 1
+        if not task.cancelled() and not task.exception():
+            self._num_sentences.labels(pair).inc()
+            self._num_tokens.labels(pair).inc(task.result()[0].length)
 
 
 def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:

@@ -316,19 +316,19 @@ function count() {
   page.count.textContent = `${number.toLocaleString("en")} character${number === 1 ? "" : "s"}`;
 }
 
-/** English name of a language, or else the server's name for it. */
-function nameOf(code, listed) {
-  let name;
+/** English name of a language, or its code. */
+function nameOf(code) {
   try {
-    name = new Intl.DisplayNames("en", { type: "language", fallback: "none" }).of(code);
-  } catch { /* not a BCP 47 code */ }
-  return name ?? listed.find((language) => language.code === code)?.name ?? code;
+    return new Intl.DisplayNames("en", { type: "language" }).of(code.replaceAll("_", "-"));
+  } catch {
+    return code; // not a BCP 47 code
+  }
 }
 
 async function chooseLanguages() {
   const listed = await (await fetch("languages")).json();
   const pairs = listed.flatMap(({ code, targets }) => targets.map((target) => ({ source: code, target })));
-  const names = pairs.map((pair) => `${nameOf(pair.source, listed)} to ${nameOf(pair.target, listed)}`);
+  const names = pairs.map((pair) => `${nameOf(pair.source)} to ${nameOf(pair.target)}`);
   const choose = () => {
     languages = pairs[Math.max(page.pair.selectedIndex, 0)];
     alternatives = 3;
