@@ -108,6 +108,7 @@ def test_the_service_names_its_extra(installed: Path, trained: Path, tmp_path: P
 
 def test_the_service_runs_without_the_clone(installed: Path, trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, installed / "bin" / "transformer-serve", "--workdir", trained]
+    command += ["--languages", "en-de"]
     command += ["--batch-size", "1", "--beam-size", "1", "--max-source-length", "16"]
     with running(command, tmp_path, PYTHONPATH=str(installed)) as (process, port):
         url = f"http://127.0.0.1:{port}"

@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import uvicorn
 from random_models import lines_of_words, write_run
 
-from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig
+from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.decoding.async_translator import AsyncTranslator
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.translator import Translator
@@ -127,10 +127,9 @@ def make_model_to_serve(translator: Translator, **settings: Any) -> AsyncTransla
 
 
 def write_served_run(folder: Path, translator: Translator) -> None:
-    """Write a run from en to de with one checkpoint, the model of ``translator``."""
+    """Write a run with one checkpoint, the model of ``translator``."""
     model = translator.model
-    train = PairsConfig(source=("train.en",), target=("train.de",))
-    config = Config(model=model.config, data=DataConfig(train=train), decoding=CONFIG)
+    config = Config(model=model.config, decoding=CONFIG)
     write_run(folder, config, translator.tokenizer, {1: model}, best_step=1)
 
 

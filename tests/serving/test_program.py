@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from servers import CONFIG, LINES, free_port, running, write_served_run
@@ -35,38 +35,22 @@ def workdir(tmp_path_factory: pytest.TempPathFactory, translator: Translator) ->
     return folder
 
 
-def run_with(workdir: Path, folder: Path, **data: Any) -> Path:
-    """Make a folder with only the run's config and with other training data."""
-    text = json.loads((workdir / "config.json").read_text())
-    text["data"]["train"] |= data
+def only_config(workdir: Path, folder: Path) -> Path:
+    """Make a folder with only the run's config."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(text))
+    shutil.copy(workdir / "config.json", folder)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("data", "pair"),
-    [
-        ({}, "en-de"),
-        ({"source": ["s3://b/t-*.lc.norm.tok.en.gz"], "target": ["x/t.pt_BR.gz"]}, "en-pt_BR"),
-        ({"source": ["corpus"], "target": ["CORPUS.DE"]}, "source-target"),
-        ({"source": ["train.en.txt"], "target": ["train.de.txt.gz"]}, "en-de"),
-        ({"kind": "numbers", "source": [], "target": []}, "en-de"),
-        (
-            {"kind": "tfds", "source": ["wmt14_translate/de-en"], "target": []}
-            | {"source_field": "de", "target_field": "en"},
-            "de-en",
-        ),
-    ],
-)
-def test_languages_are_inferred_from_the_training_data(workdir, tmp_path, data, pair) -> None:
-    folder = run_with(workdir, tmp_path / "run", **data)
-    _, [served] = checked_flags(["--workdir", str(folder)])
-    assert str(served.pair) == pair
+def test_languages_have_neutral_codes_by_default(workdir) -> None:
+    _, [served] = checked_flags(["--workdir", str(workdir)])
+    assert served.pair == Pair("source", "target")
+    _, [served] = checked_flags(["--workdir", str(workdir), "--languages", "en-pt_BR"])
+    assert served.pair == Pair("en", "pt_BR")
 
 
 def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
-    other = run_with(workdir, tmp_path / "other")
+    other = only_config(workdir, tmp_path / "other")
     text = json.loads((other / "config.json").read_text())
     text["decoding"] |= {"beam_size": 7, "length_penalty": 1.5, "method": "sample"}
     (other / "config.json").write_text(json.dumps(text))
@@ -83,10 +67,13 @@ def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
     ("flags", "message"),
     [
         ([], "--workdir is missing"),
-        (["--workdir", "W", "W"], "both translate en-de; expected one model per language pair"),
-        (["--workdir", "W", "--workdir", "W"], "both translate en-de"),
-        (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pairs for 1 work directories"),
-        (["--workdir", "W", "--languages", "english-german"], "has 'english-german'; expected"),
+        (
+            ["--workdir", "W", "W", "--languages", "en-de", "en-de"],
+            "both translate en-de; expected one model per language pair",
+        ),
+        (["--workdir", "W", "--workdir", "W"], "languages has 1 pair(s) for 2 work directories"),
+        (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pair(s) for 1 work directories"),
+        (["--workdir", "W", "--languages", "English-German"], "has 'English-German'; expected"),
         (["--workdir", "W", "--port", "70000"], "port is 70000; expected 1 to 65535"),
         (["--workdir", "W", "--max-queue", "0"], "max_queue is 0; expected more than 0"),
         (["--workdir", "W", "--timeout", "nan"], "timeout is nan; expected more than 0"),
@@ -104,7 +91,7 @@ def test_ports_in_use_and_missing_checkpoints_are_errors(workdir, tmp_path, caps
         port = taken.getsockname()[1]
         assert program.main(["--workdir", str(workdir), "--port", str(port)]) == 2
     assert "Address already in use. Expected a free port (--port)" in capsys.readouterr().err
-    empty = run_with(workdir, tmp_path / "empty")
+    empty = only_config(workdir, tmp_path / "empty")
     port = free_port()
     assert program.main(["--workdir", str(empty), "--port", str(port)]) == 2
     assert "checkpoint" in capsys.readouterr().err
@@ -112,7 +99,8 @@ def test_ports_in_use_and_missing_checkpoints_are_errors(workdir, tmp_path, caps
 
 @pytest.fixture(scope="module")
 def command(workdir) -> list[str]:
-    return [sys.executable, "-m", "transformer_jax.serving", "--workdir", str(workdir)]
+    flags = ["--workdir", str(workdir), "--languages", "en-de"]
+    return [sys.executable, "-m", "transformer_jax.serving", *flags]
 
 
 @pytest.fixture

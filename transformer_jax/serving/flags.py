@@ -11,7 +11,6 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from transformer_jax import (
-    Config,
     DecodingConfig,
     UserError,
     flag_values,
@@ -20,7 +19,7 @@ from transformer_jax import (
     shown,
 )
 
-_LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Za-z0-9]{2,8})*")
+_LANGUAGE = re.compile(r"[a-z]{2,8}(_[A-Za-z0-9]{2,8})*")
 
 
 class Pair(NamedTuple):
@@ -48,9 +47,8 @@ class Arguments:
 
     workdir: tuple[str, ...] = ()
     """Work directories of training runs, or their URLs; one model per language pair."""
-    languages: tuple[str, ...] = ()
-    """Language pair of each model, such as en-de. Default: inferred from the suffixes of its
-    training files."""
+    languages: tuple[str, ...] = ("source-target",)
+    """Language pair of each model, such as en-de."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = 8000
@@ -77,14 +75,14 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     arguments = parse_flags(Arguments, argv)
     arguments = replace(arguments, workdir=tuple(flag_values(argv, "workdir")))
     _check_values(arguments)
+    pairs = _pairs(arguments)
     from transformer_jax import local_workdir  # loads JAX, which --help does not need
 
-    folders = [local_workdir(workdir) for workdir in arguments.workdir]
-    configs = [load_config_file(folder) for folder in folders]
-    pairs = _pairs(arguments, configs)
     served = []
-    for folder, pair, config in zip(folders, pairs, configs, strict=True):
-        search = parse_flags(Arguments, argv, defaults={"search": config.decoding}).search
+    for workdir, pair in zip(arguments.workdir, pairs, strict=True):
+        folder = local_workdir(workdir)
+        defaults = {"search": load_config_file(folder).decoding}
+        search = parse_flags(Arguments, argv, defaults=defaults).search
         served.append(Served(str(folder), pair, search))
     return arguments, served
 
@@ -100,20 +98,20 @@ def _check_values(a: Arguments) -> None:
             raise UserError(f"{name} is {value}; expected more than 0.")
 
 
-def _pairs(a: Arguments, configs: Sequence[Config]) -> list[Pair]:
+def _pairs(a: Arguments) -> list[Pair]:
     """Return the language pair of each model. Raises ``UserError`` for duplicate pairs."""
-    if a.languages and len(a.languages) != len(configs):
+    if len(a.languages) != len(a.workdir):
         raise UserError(
-            f"languages has {len(a.languages)} pairs for {len(configs)} work directories; "
-            "expected one pair per directory, in the same order."
+            f"languages has {len(a.languages)} pair(s) for {len(a.workdir)} work directories; "
+            "expected one pair per directory, in the same order, such as --languages en-de fr-de."
         )
-    pairs = list(map(_parse_pair, a.languages) if a.languages else map(_guessed_pair, configs))
+    pairs = list(map(_parse_pair, a.languages))
     for index, pair in enumerate(pairs):
         if pair in pairs[:index]:
             first = a.workdir[pairs.index(pair)]
             raise UserError(
                 f"{first!r} and {a.workdir[index]!r} both translate {pair}; expected one model "
-                "per language pair. Set the pairs with --languages, such as en-de fr-de."
+                "per language pair."
             )
     return pairs
 
@@ -125,21 +123,3 @@ def _parse_pair(text: str) -> Pair:
             f"languages has {shown(text)}; expected pairs of codes, such as en-de or en-pt_BR."
         )
     return Pair(source, target)
-
-
-def _guessed_pair(config: Config) -> Pair:
-    """Infer the language pair from field names or file suffixes of the training data."""
-    train = config.data.train
-    if train.kind == "numbers":
-        return Pair("en", "de")
-    if train.kind == "text":
-        names = "".join(train.source[:1]), "".join(train.target[:1])
-    else:
-        names = train.source_field, train.target_field
-    return Pair(*(_code_in(name) or side for name, side in zip(names, ("source", "target"))))
-
-
-def _code_in(name: str) -> str:
-    """Find the last language code in a name such as train-*.en.txt.gz."""
-    parts = [x for x in re.split(r"[^A-Za-z_]", name) if x not in ("gz", "txt")]
-    return next(filter(_LANGUAGE.fullmatch, reversed(parts)), "")
