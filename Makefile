@@ -17,9 +17,9 @@ QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_
 	tests/test_launch.py tests/test_tokenizer.py tests/test_evaluation.py tests/data tests/parsing \
 	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/decoding/test_records.py
 
-# The tests of the branches (serving, interop, parsing, report, figures) and of what uses them.
+# The tests of the branches (serving, interop, parsing, report) and of what uses them.
 BRANCHES := tests/interop tests/parsing tests/serving tests/test_benchmarks.py tests/test_figures.py \
-	tests/test_report.py tests/test_wheel.py
+	tests/test_report.py tests/test_sentence_attention.py tests/test_wheel.py
 
 # Python compiles modules when they are first imported; few of those installed are. Container images
 # often set this variable, which makes each program compile all its modules again.

@@ -139,7 +139,7 @@ def _flags(program: str) -> set[str]:
 @pytest.mark.parametrize(
     ("page", "programs", "command"),
     [
-        ("decoding", ("decoding", "figures"), "decode.py"),
+        ("decoding", ("decoding", "report.heat_maps"), "decode.py"),
         ("serving", ("serving", "decoding"), "transformer-serve"),
     ],
 )

@@ -18,13 +18,9 @@ from transformer_jax import (
     Translator,
     UserError,
     save_model,
-    sentence_attention,
 )
-from transformer_jax.figures import __main__ as program
-from transformer_jax.figures import (
-    attention_maps,
-    save_picture,
-)
+from transformer_jax.report import heat_maps as program
+from transformer_jax.report.attention import attention_maps, save_picture, sentence_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -165,7 +161,7 @@ def test_documented_commands_work(draw, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     documents = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
     lines = "".join(documents).replace("\\\n", " ").splitlines()
-    command = r" {4}python -m transformer_jax\.figures (.*?)(?:  #.*)?"
+    command = r" {4}python -m transformer_jax\.report\.heat_maps (.*?)(?:  #.*)?"
     commands = {found[1] for line in lines if (found := re.fullmatch(command, line))}
     assert len(commands) >= 3
     for number, flags in enumerate(commands):

@@ -21,7 +21,6 @@ from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
 from .data.sources import read_lines, read_pairs
 from .decoding.async_translator import AsyncTranslator, SearchFailed
-from .decoding.attention_weights import SentenceAttention, sentence_attention
 from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
 from .decoding.engine import Engine, Hypothesis, Sentence
@@ -85,7 +84,6 @@ __all__ = [
     "SearchFailed",
     "SearchResult",
     "Sentence",
-    "SentenceAttention",
     "SubwordModel",
     "Tokenizer",
     "TokenizerConfig",
@@ -118,7 +116,6 @@ __all__ = [
     "run_program",
     "save_model",
     "search",
-    "sentence_attention",
     "shown",
     "sinusoidal_positions",
     "smoothed_cross_entropy",

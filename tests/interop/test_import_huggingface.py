@@ -29,7 +29,6 @@ from transformer_jax.config import (
     TrainingConfig,
 )
 from transformer_jax.config_io import load_config_file
-from transformer_jax.decoding.attention_weights import sentence_attention
 from transformer_jax.decoding.segments import split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -37,6 +36,7 @@ from transformer_jax.interop.__main__ import main
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
+from transformer_jax.report.attention import sentence_attention
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.loop import train
 

@@ -11,6 +11,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from transformer_jax.report.attention import attention_maps
+
 
 def curves_chart(curves: Iterable[tuple[Sequence[float], Sequence[float], Any]], scale: str) -> str:
     """Plot curves of (steps, values, style) on a linear or log ``scale``. Returns a data URL."""
@@ -29,19 +31,8 @@ def heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndar
 
     Long sentences are truncated to 60 tokens.
     """
-    weights_HTS = weights_NHTS[-1, :, :60, :60]
-    heads, T, S = weights_HTS.shape
-    size = 2 + heads * (0.3 + 0.17 * max(S, 6)), 1 + 0.17 * max(T, 6)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(1, heads, sharey=True, squeeze=False)[0]
-    style: Any = {"fontsize": 8, "parse_math": False}
-    for head, axes in enumerate(grid):
-        image = axes.imshow(weights_HTS[head], vmin=0, vmax=weights_HTS.max(), cmap="Blues")
-        axes.set_title(f"head {head + 1}", fontsize=8)
-        axes.set_xticks(range(S), keys[:S], rotation=90, **style)
-    grid[0].set_yticks(range(T), queries[:T], **style)
-    figure.colorbar(image, ax=grid, label="weight")
-    return _data_url(figure)
+    maps = attention_maps(queries[:60], keys[:60], weights_NHTS[..., :60, :60], layers=[-1])
+    return _data_url(maps)
 
 
 def _data_url(figure: Figure) -> str:

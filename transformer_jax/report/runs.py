@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformer_jax import Config, SentenceAttention, UserError, load_config_file, local_workdir
+from transformer_jax import Config, UserError, load_config_file, local_workdir
+from transformer_jax.report.attention import SentenceAttention
 
 
 @dataclass

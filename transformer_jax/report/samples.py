@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from transformer_jax.report.attention import sentence_attention
 from transformer_jax.report.runs import Run
 
 
@@ -12,7 +13,7 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
     """Translate ``number`` lines of the dev set, and compute attention for ``texts`` (default: the
     first line). Failures are added to ``run.problems``.
     """
-    from transformer_jax import Translator, keep_compiled, sentence_attention
+    from transformer_jax import Translator, keep_compiled
 
     keep_compiled()
     try:

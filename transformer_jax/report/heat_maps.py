@@ -1,6 +1,6 @@
 """Draw a trained model's attention for a sentence and its translation.
 
-python -m transformer_jax.figures --workdir W --text "A man sleeps ." --output a.svg
+python -m transformer_jax.report.heat_maps --workdir W --text "A man sleeps ." --output a.svg
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax import parse_flags, run_program
-from transformer_jax.figures.drawing import attention_maps, save_picture
 
 _TITLES = {
     "encoder": "encoder self-attention",
@@ -47,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> None:
     task = parse_flags(Arguments, argv)
     # Import late, so that flags are checked before JAX is loaded.
-    from transformer_jax import Translator, keep_compiled, sentence_attention
+    from transformer_jax import Translator, keep_compiled
+    from transformer_jax.report.attention import attention_maps, save_picture, sentence_attention
 
     keep_compiled()
     translator = Translator.from_workdir(task.workdir, batch_size=1)

@@ -15,8 +15,8 @@ from transformer_jax import (
     Translator,
     UserError,
     attention_mask,
-    sentence_attention,
 )
+from transformer_jax.report.attention import sentence_attention
 from transformer_jax.special_ids import BOS_ID, EOS_ID
 
 LINES = lines_of_words(12)
@@ -90,8 +90,8 @@ def test_ensembles_have_no_attention_weights(translator):
         ("  ", None, "text is '  '; expected a sentence."),
         ("one " * 2000, None, "text has 2001 tokens, EOS included; expected at most 1024."),
         ("one", "ONE " * 2000, "target has 2001 tokens, EOS included; expected at most 1024."),
-        (b"one", None, "text is b'one'; expected text (a str)."),
-        ("one", "\ud800", "target is not valid Unicode; expected no lone surrogates."),
+        (b"one", None, "The text is b'one'; expected text (a str)."),
+        ("one", "\ud800", "The text is not valid Unicode; expected no lone surrogates."),
     ],
 )
 def test_invalid_sentences(translator, text, target, message):
