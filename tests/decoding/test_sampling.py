@@ -138,3 +138,17 @@ def test_samples_keep_the_rules():
 def test_settings_out_of_range(settings, message):
     with pytest.raises(UserError, match=message):
         draw(**{"beam_size": 2, **settings})
+
+
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_64_bit_types_and_no_sentences(top_p):
+    method = Sampling(**IDS, beam_size=2, top_p=top_p)
+    for limit_B in (np.array([4, 3]), np.zeros(0, int)):
+        with jax.enable_x64(True):
+            found = search(method, _markov_step, {}, limit_B=limit_B, max_length=4)
+        assert found.tokens_BNL.shape == (len(limit_B), 2, 4)
+        assert [x.dtype.name for x in found] == ["int32", *["float32"] * 2, "int32", "float32"]
+
+
+def _markov_step(tokens_BW, cache):
+    return jnp.asarray(TOYS[0, 0])[tokens_BW], cache

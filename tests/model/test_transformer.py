@@ -20,6 +20,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.kv_cache import DecoderCache
 from transformer_jax.model.transformer import AttentionWeights, Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.training.loss import smoothed_cross_entropy
 
 Array = jax.Array | np.ndarray
 
@@ -290,6 +291,28 @@ def test_bfloat16_models_have_float32_parameters_and_logits() -> None:
     logits = run(model, SOURCE, TARGET)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, run(build(), SOURCE, TARGET), atol=0.1)
+
+
+def test_64_bit_types_change_nothing() -> None:
+    settings = dict.fromkeys(("attention_bias", "softmax_bias"), True)
+
+    def built() -> Transformer:
+        return Transformer(dataclasses.replace(TINY, **settings), rngs=nnx.Rngs(0))
+
+    def loss(model: Transformer) -> jax.Array:
+        hidden = model.hidden(SOURCE, TARGET)
+        return smoothed_cross_entropy(
+            hidden, model.output_matrix_VD, TARGET, bias_V=model.output_bias_V
+        ).loss
+
+    expected = jax.tree.leaves(nnx.state(built()))
+    with jax.enable_x64(True):
+        model = built()
+        for ours, theirs in zip(jax.tree.leaves(nnx.state(model)), expected, strict=True):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        gradients = nnx.jit(nnx.grad(loss))(model)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradients))
+        check_cached_steps(model, SOURCE, TARGET)
 
 
 def padded(rows: list[list[int]], length: int) -> np.ndarray:

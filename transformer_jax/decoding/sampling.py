@@ -103,7 +103,7 @@ class Sampling(Method):
             before_RK = jnp.cumsum(chances_RK, axis=-1) - chances_RK
             values_RK = jnp.where(before_RK < self.top_p, values_RK, IMPOSSIBLE)
         noise_RK = jax.vmap(lambda key: jax.random.gumbel(key, values_RK.shape[1:]))(keys_R)
-        choice_R1 = jnp.argmax(values_RK + noise_RK, axis=-1)[:, None]
+        choice_R1 = jax.lax.argmax(values_RK + noise_RK, 1, jnp.int32)[:, None]
         if tokens_RK is not None:
             choice_R1 = jnp.take_along_axis(tokens_RK, choice_R1, axis=1)
         return choice_R1[:, 0]

@@ -138,7 +138,8 @@ class Method(Section, ABC):
         B, W, L = limit_B.shape[0], self.beam_size, max_length
         num_live = W if self.independent else 1
         tokens_BWL = jnp.full((B, W, L), self.pad_id, jnp.int32)
-        none_BW, zeros_BWL = jnp.full((B, W), jnp.float32(IMPOSSIBLE)), jnp.zeros((B, W, L))
+        zeros_BWL = jnp.zeros_like(tokens_BWL, jnp.float32)
+        none_BW = jnp.full((B, W), jnp.float32(IMPOSSIBLE))
         if self.pad_id != self.eos_id:
             prefix_BP = jnp.where(prefix_BP == self.pad_id, NOT_FORCED, prefix_BP)
         live_BW = jnp.broadcast_to(
@@ -294,7 +295,7 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
     forced_R = jnp.repeat(jnp.where(is_last_B, method.eos_id, forced_B1[:, 0]), W)
     logits_RV = method.constraints.apply(
         logits_RV,
-        tokens_RL=state.live.tokens_BWL.reshape(B * W, -1),
+        tokens_RL=jax.lax.collapse(state.live.tokens_BWL, 0, 2),
         position_R=position_R,
         forced_R=forced_R,
         eos_id=method.eos_id,

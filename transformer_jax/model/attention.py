@@ -124,7 +124,7 @@ class Projection(nnx.Einsum):
         )
         super().__init__(equation, shape, dtype=dtype, kernel_init=kernel_init, rngs=rngs)
         if use_bias:  # created here, because nnx.Einsum would use a random key for zeros
-            self.bias = nnx.Param(jnp.zeros(shape[inputs:]))
+            self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32))
 
 
 def merge(*projections: Projection) -> Projection:

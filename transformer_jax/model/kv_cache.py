@@ -259,12 +259,13 @@ def _attend_to_blocks(
     q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
     B, H, W, _ = q_BHWK.shape
     if own is None:
-        nothing_BHWK = jnp.zeros((B, H, W, blocks[0][1].shape[3]))
-        state = jnp.full((B, H, W, 1), MASKED), jnp.zeros((B, H, W, 1)), nothing_BHWK
+        nothing_BHWK = jnp.zeros((B, H, W, blocks[0][1].shape[3]), jnp.float32)
+        nothing_BHW1 = nothing_BHWK[..., :1]
+        state = nothing_BHW1 + MASKED, nothing_BHW1, nothing_BHWK
     else:
         k_BHWK, v_BHWK = (x.swapaxes(1, 2).astype(jnp.float32) for x in own)
         largest_BHW1 = (q_BHWK.astype(jnp.float32) * k_BHWK).sum(axis=-1, keepdims=True)
-        state = largest_BHW1, jnp.ones((B, H, W, 1)), v_BHWK
+        state = largest_BHW1, jnp.ones_like(largest_BHW1), v_BHWK
 
     def matmul(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)

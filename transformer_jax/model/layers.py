@@ -72,7 +72,8 @@ class Embedding(nnx.Module):
 
 def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
     """Create a float32 parameter [rows, D] drawn from N(0, d_model^-1)."""
-    return nnx.Param(nnx.initializers.normal(d_model**-0.5)(rngs.params(), (rows, d_model)))
+    initializer = nnx.initializers.normal(d_model**-0.5, jnp.float32)
+    return nnx.Param(initializer(rngs.params(), (rows, d_model)))
 
 
 @jax.custom_jvp
