@@ -66,6 +66,22 @@ def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int
     against_plain(ours, lambda h, m: _plain(h, m, target, epsilon), (hidden, matrix))
 
 
+def test_types_of_target_ids() -> None:
+    hidden, _, target = _inputs()
+    matrix = _normal(3, 300, D)  # more tokens than an 8-bit type can name
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(hidden: jax.Array, target: jax.Array) -> jax.Array:
+        return smoothed_cross_entropy(hidden, matrix, target).loss
+
+    expected = loss(hidden, target)
+    for dtype in (jnp.uint8, jnp.int8, jnp.uint16):
+        jax.tree.map(np.testing.assert_array_equal, loss(hidden, target.astype(dtype)), expected)
+    for outside in (-1, -100, 300):
+        assert np.isnan(loss(hidden, target.at[0, 0].set(outside))[0])
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("max_logits", [2 * B * V, 10**6])
 def test_value_and_gradient_with_a_bias(max_logits: int) -> None:

@@ -206,6 +206,8 @@ def _from_logits(
 ) -> tuple[LossSums, jax.Array]:
     """Compute the loss sums of a chunk, and the gradient of ``loss`` with respect to its logits."""
     epsilon, vocab_size = settings.label_smoothing, logits_LV.shape[-1]
+    # The loss of an id outside the vocabulary is NaN; indices below 0 would count from the end.
+    target_L = jnp.where(target_L < 0, jnp.int32(vocab_size), target_L)
     real_L = (target_L != PAD_ID).astype(jnp.float32)
     top_L, log_total_L, probs_LV = _softmax(logits_LV, settings.backend)
     label_L = jnp.take_along_axis(logits_LV, target_L[:, None], axis=-1)[:, 0]
