@@ -19,9 +19,10 @@ def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleave
     if d_model < 0 or d_model % 2:
         raise UserError(f"d_model is {d_model}; expected a positive even number.")
     half = d_model // 2
-    exponents = np.arange(half) / (half if layout == "interleaved" else max(half - 1, 1))
+    divisor, axis = {"interleaved": (half, 2), "split": (max(half - 1, 1), 1)}[layout]
+    exponents = np.arange(half) / divisor
     angles = np.arange(length)[:, None] * 10000.0 ** -exponents[None, :]
-    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2 if layout == "interleaved" else 1)
+    waves = np.stack([np.sin(angles), np.cos(angles)], axis=axis)
     return waves.reshape(length, d_model).astype(np.float32)
 
 
