@@ -17,6 +17,7 @@ from transformer_jax.config import (
     TrainingConfig,
 )
 from transformer_jax.config_io import flatten, from_json, load_config_file, to_json
+from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,7 +118,11 @@ def test_every_field_has_a_docstring_for_help() -> None:
         (lambda: TrainingConfig(steps=1e5), "training.steps is 100000.0; expected int"),
         (
             lambda: PairsConfig("text", "train.en", "train.de"),
-            "source is 'train.en'; expected a tuple of str",
+            "source is 'train.en'; expected a tuple with each item str",
+        ),
+        (
+            lambda: Constraints(suppress=(-1,)),
+            r"suppress is \(-1,\); expected a tuple with each item a number from 0 to 2\^31 - 1",
         ),
         (lambda: Config(seed=None), "seed is None; expected int"),
         (lambda: Config(model=DataConfig()), "expected ModelConfig"),
@@ -141,7 +146,10 @@ def test_invalid_values(make: object, message: str) -> None:
         ('{"model": {"d_model": "512"}}', "model.d_model is '512'; expected int"),
         ('{"model": {"norm": "mid"}}', "model.norm is 'mid'; expected one of 'post', 'pre'"),
         ('{"model": {"remat": 1}}', "model.remat is 1; expected bool"),
-        ('{"data": {"train": {"source": [1]}}}', r"source is \(1,\); expected a tuple of str"),
+        (
+            '{"data": {"train": {"source": [1]}}}',
+            r"source is \(1,\); expected a tuple with each item str",
+        ),
     ],
 )
 def test_invalid_values_in_json(text: str, message: str) -> None:

@@ -71,7 +71,8 @@ def _expected(value: Any, allowed: Any) -> str | None:
         return None if value in arguments else words
     if origin is tuple:
         fits = isinstance(value, tuple) and not any(_expected(v, arguments[0]) for v in value)
-        return None if fits else f"a tuple of {arguments[0].__name__}"
+        words = [arguments[0].__name__, *typing.get_args(arguments[0])][-1]
+        return None if fits else f"a tuple with each item {words}"
     if allowed is float and type(value) in (int, float):
         return None if abs(value) <= sys.float_info.max else "a finite number"
     return None if type(value) is allowed else allowed.__name__.replace("NoneType", "None")
