@@ -430,6 +430,9 @@ def test_other_decays_end_at_the_last_step(decay: str, at_half: float, at_end: f
     schedule = learning_rate_schedule(config, 512, 109)
     np.testing.assert_allclose([schedule(4), schedule(9)], [1.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose([schedule(59), schedule(108)], [2 * at_half, 2 * at_end], rtol=1e-3)
+    if decay != "constant":
+        with pytest.raises(AssertionError, match=f"{decay} decay needs steps"):
+            learning_rate_schedule(config, 512)
 
 
 def test_the_moving_average_starts_with_a_low_decay() -> None:

@@ -24,6 +24,7 @@ def learning_rate_schedule(
       steps: total number of training steps, required for linear and cosine decay, which end at the
         last step.
     """
+    assert steps or config.decay not in ("linear", "cosine"), f"{config.decay} decay needs steps"
     peak = config.peak_learning_rate or d_model**-0.5 * config.warmup_steps**-0.5
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
