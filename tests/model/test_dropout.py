@@ -34,6 +34,12 @@ def test_dropout_without_a_key_or_rate_is_the_identity() -> None:
     assert dropout(x, 0.0, jax.random.key(0)) is x
 
 
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 10.0])
+def test_rates_out_of_range(rate: float) -> None:
+    with pytest.raises(AssertionError, match=f"dropout rate is {rate}; expected a value in "):
+        dropout(jnp.ones((3, 4)), rate, jax.random.key(0))
+
+
 def test_masks_of_a_key_never_change() -> None:
     kept = (dropped(np.ones((3, 5), np.float32), 0.5, jax.random.key(0)) != 0).astype(int)
     np.testing.assert_array_equal(kept, [[0, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 1, 0, 1]])

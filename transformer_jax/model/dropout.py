@@ -84,4 +84,5 @@ def scale_up(rate: float) -> float:
 
 def threshold(rate: float) -> int:
     """Return the smallest random half word for which an element is kept."""
+    assert 0 <= rate < 1, f"dropout rate is {rate}; expected a value in [0, 1)"
     return round(rate * 65536)
