@@ -76,11 +76,11 @@ def save_model(
       config: settings to save. ``model.config`` replaces their ``model`` field.
 
     Raises:
-      FileExistsError: the folder already has a checkpoint for step 0.
+      FileExistsError: the folder already has checkpoints.
     """
     workdir, config = local_path(workdir), dataclasses.replace(config, model=model.config)
     path = workdir / "checkpoints" / checkpoint_name(0)
-    path.mkdir(parents=True)
+    path.parent.mkdir(parents=True)
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     ocp.save_checkpointables(path / "state", {"parameters": parameters})
     write_manifest(path, config, tokenizer)

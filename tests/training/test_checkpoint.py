@@ -12,7 +12,12 @@ import pytest
 from runs import ONE, changed
 
 from transformer_jax import checkpoint
-from transformer_jax.checkpoint import choose_checkpoints, load_model, newest_intact
+from transformer_jax.checkpoint import (
+    choose_checkpoints,
+    load_model,
+    newest_intact,
+    save_model,
+)
 from transformer_jax.config import (
     Config,
     DataConfig,
@@ -334,3 +339,11 @@ def test_manifest_lists_every_file(checkpoints: Checkpoints, run: StepFunctions)
     listed = json.loads((folder / "manifest.json").read_text())["files"]
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert set(listed) == written - {"manifest.json"} and len(listed) > 2
+
+
+def test_a_model_is_not_saved_over_a_run(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
+) -> None:
+    _save(checkpoints, run, 1)
+    with pytest.raises(FileExistsError):
+        save_model(tmp_path, *load_model(tmp_path))
