@@ -9,7 +9,15 @@ from collections.abc import Iterator
 import pytest
 from random_models import lines_of_words, make_model, train_tokenizer, write_run
 
-from transformer_jax import AsyncTranslator, Config, DecodingConfig, Request, Scorer, Translator
+from transformer_jax import (
+    AsyncTranslator,
+    Config,
+    DecodingConfig,
+    Request,
+    Scorer,
+    SearchFailed,
+    Translator,
+)
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.errors import UserError
 
@@ -82,3 +90,16 @@ def test_settings_override_those_of_the_run(translator, tmp_path) -> None:
     found = AsyncTranslator.from_workdir(tmp_path, beam_size=2)
     assert found.config == dataclasses.replace(CONFIG, beam_size=2)
     assert found.workers.num_rows == CONFIG.batch_size
+
+
+def test_it_starts_once(translator) -> None:
+    found = AsyncTranslator(translator)
+    with pytest.raises(UserError, match=r"has not started; call start\(\)"):
+        asyncio.run(found.translate("one"))
+    for _ in range(2):
+        found.start()
+    assert len(found.workers._threads) == len(translator.engines)
+    for _ in range(2):
+        found.close()
+    with pytest.raises(SearchFailed, match="closed"):
+        asyncio.run(found.translate("one"))

@@ -29,6 +29,7 @@ from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
 from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator, numbered_request
+from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import local_workdir
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,9 @@ class Workers:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Compile everything, then start the search threads."""
+        """Compile everything, then start the search threads. Later calls do nothing."""
+        if self._threads:
+            return
         with ThreadPoolExecutor() as together:
             for searches in self._searches:  # later GPUs reuse what the first one compiled
                 list(together.map(LiveRows.compile, searches))
@@ -184,7 +187,12 @@ class Workers:
             thread.join()
 
     def submit(self, sentence: Sentence) -> Future[list[Hypothesis]]:
-        """Submit a sentence. Returns a future for its hypotheses (see ``Engine.search``)."""
+        """Submit a sentence. Returns a future for its hypotheses (see ``Engine.search``).
+
+        Raises ``UserError`` if the search has not started.
+        """
+        if not self._threads:
+            raise UserError("The search has not started; call start() first.")
         entry = Entry(sentence)
         with self._changed:
             if self.failure:
@@ -319,7 +327,7 @@ class AsyncTranslator:
         frees its rows.
 
         Raises:
-          UserError: see ``Translator.stream``.
+          UserError: see ``Translator.stream``; ``start`` has not been called.
           SearchFailed: the search has stopped permanently.
         """
         request = numbered_request(line, 1)
