@@ -51,6 +51,8 @@ def test_line_counts_must_match(score):
         score(HYPOTHESES, REFERENCES[:2])
     with pytest.raises(UserError, match="0 lines to score and 0 .* expected .* at least one"):
         score([], [])
+    with pytest.raises(UserError, match="5 lines to score and 5 .* expected two lists"):
+        score("three", "seven")
 
 
 def test_unknown_tokenizers():

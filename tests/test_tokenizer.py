@@ -365,3 +365,8 @@ def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
         assert same.vocabulary == grown.vocabulary and same.fingerprint == grown.fingerprint
     train().save(tmp_path)
     assert not Tokenizer.load(tmp_path).vocabulary
+
+
+def test_a_single_line_is_an_error():
+    with pytest.raises(UserError, match="lines is 'one two'; expected a list of lines"):
+        train().source.encode("one two")

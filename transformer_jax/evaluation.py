@@ -142,10 +142,10 @@ def check_bleu(tokenize: str, language: str = "") -> None:
 def _corpus_score(
     metric: BLEU | CHRF, hypotheses: Sequence[str], references: Sequence[str]
 ) -> Score:
-    if len(hypotheses) != len(references) or not references:
+    if isinstance(references, str) or len(hypotheses) != len(references) or not references:
         raise UserError(
             f"{len(hypotheses)} lines to score and {len(references)} reference lines; "
-            "expected the same number of each, and at least one line."
+            "expected two lists with the same number of lines, at least one."
         )
     result = metric.corpus_score(hypotheses, [references])
     details = str(result).split(" ")[3:]  # after "BLEU = 41.02"

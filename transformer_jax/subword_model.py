@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, shown
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.subword_sampling import SubwordSampler, any_of, model_proto, symbols_of
 
@@ -47,7 +47,11 @@ class SubwordModel:
 
         If ``sampling`` is positive, draws a random segmentation of each line with this BPE-dropout
         probability. The same ``lines`` and ``seed`` give the same result.
+
+        Raises ``UserError`` if ``lines`` is a single line.
         """
+        if isinstance(lines, str):
+            raise UserError(f"lines is {shown(lines)}; expected a list of lines.")
         if not sampling and not self._foreign:
             if len(lines) == 1:  # a batch call starts a thread, which takes time
                 return [self._processor.encode(lines[0])]
