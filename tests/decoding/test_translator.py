@@ -130,6 +130,12 @@ def test_n_best(translator):
             assert t.score == pytest.approx(t.log_prob / ((5 + t.length) / 6) ** 0.6, rel=1e-5)
 
 
+def test_at_least_one_translation(translator):
+    best = list(translator.stream(["one two"]))
+    for num_hypotheses in (0, -1):
+        assert list(translator.stream(["one two"], num_hypotheses=num_hypotheses)) == best
+
+
 @pytest.mark.parametrize("line", ["one two", Request("one two")])
 def test_a_single_line_is_an_error(translator, line):
     for call in (translator.translate, translator.stream):

@@ -148,7 +148,7 @@ class Translator:
                 segment,
                 [] if i else prefix,
                 seed=(request.number + 1_000_003 * i) % 2**32,
-                wanted=num_hypotheses,
+                wanted=max(1, num_hypotheses),
             )
             for i, segment in enumerate(filter(None, segments))
         ]
