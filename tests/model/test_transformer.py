@@ -182,6 +182,13 @@ def test_reordered_cache_follows_each_beams_own_history(backend: str) -> None:
         cache, last = reorder(cache, parents), chosen
 
 
+def test_a_cache_for_another_beam_size() -> None:
+    model, source = build(), tokens(2, 5)
+    cache = start_cache("cpu", model, source, beam_size=3, max_length=5)
+    with pytest.raises(AssertionError, match=r"tokens_BW is \(2, 4\); the cache is for \(2, 3\)"):
+        model.decode_step(jnp.ones((2, 4), int), cache)
+
+
 def test_no_position_sees_a_later_target() -> None:
     model = build(norm="pre")
     source, target = tokens(1, 5), tokens(1, 6, seed=1)

@@ -142,8 +142,8 @@ class Transformer(nnx.Module):
           source_BS: token ids, padded with PAD_ID at the end.
           target_BT: token ids to predict, including EOS. This method shifts them right for teacher
             forcing (section 3.1).
-          source_segments_BS, target_segments_BT: segment ids of packed rows; 0 is padding. None:
-            one sentence per row.
+          source_segments_BS, target_segments_BT: segment ids of packed rows; 0 is padding. Pass
+            both or neither. None: one sentence per row.
           dropout_key: None turns dropout off.
         """
         keys = as_keys(dropout_key)
@@ -263,6 +263,8 @@ class Transformer(nnx.Module):
         Returns:
           Logits of the next token, float32 [B, W, V], and the new cache.
         """
+        held = cache.ancestors_BWT.shape[:2]
+        assert tokens_BW.shape == held, f"tokens_BW is {tokens_BW.shape}; the cache is for {held}"
         # A finished sentence can run past the end of the cache; its positions are clipped.
         longest = min(cache.ancestors_BWT.shape[2], self.config.position_limit)
         x_BWD = self.target_embedding(tokens_BW, cache.position_B[:, None], num_positions=longest)
