@@ -4,6 +4,7 @@ import gzip
 import hashlib
 from collections import Counter, defaultdict
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch, BatchPlan, permutation
 from transformer_jax.data.bucketing import choose_widths, fill_buckets
+from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
 from transformer_jax.errors import UserError
 
@@ -310,6 +312,18 @@ LONG = make_corpus(np.array([[5, 30]]), np.array([[5, 40]]))
 def test_impossible_batches(corpus, config, message):
     with pytest.raises(UserError, match=message):
         BatchPlan(corpus, BatchConfig(**config), seed=0)
+
+
+def test_a_corpus_without_pairs():
+    with pytest.raises(AssertionError, match="the corpus has no pairs"):
+        BatchPlan(Corpus.from_lists([], []), small_config("bucketed"), seed=0)
+
+
+def test_a_step_can_be_an_array():
+    plan = BatchPlan(random_corpus(0, 40), small_config("bucketed"), seed=0)
+    step = jnp.int32(plan.steps_per_epoch + 1)
+    assert plan.shape(step) == plan.shape(int(step))
+    assert_same(plan.batch(step), plan.batch(int(step)))
 
 
 def test_batches_of_just_the_longest_rows():

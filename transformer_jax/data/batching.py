@@ -60,6 +60,7 @@ class BatchPlan:
         self.packed, limits = config.layout == "packed", (config.tokens, config.row_multiple)
         self._corpus, self._seed = corpus, seed
         N, lengths_2KN = corpus.num_pairs, corpus.lengths()
+        assert N, "the corpus has no pairs"
         tokens_2 = lengths_2KN.sum((1, 2), dtype=np.int64)
         if self.packed:
             S, T = packed_shape(
@@ -92,7 +93,7 @@ class BatchPlan:
 
     def shape(self, step: int) -> tuple[int, int, int]:
         """Return the shape (B, S, T) of a step's batch."""
-        epoch, at = divmod(step, self.steps_per_epoch)
+        epoch, at = divmod(int(step), self.steps_per_epoch)
         bucket, _ = self._epoch(epoch)[at]
         return self.shapes[bucket]
 
@@ -103,7 +104,7 @@ class BatchPlan:
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Return the batch of a step (counted from 0), or only its ``rows``, as NumPy arrays."""
-        epoch, at = divmod(step, self.steps_per_epoch)
+        epoch, at = divmod(int(step), self.steps_per_epoch)
         bucket, row_B = self._epoch(epoch)[at]
         _, S, T = self.shapes[bucket]
         pairs, starts = self._rows[epoch % len(self._rows)]

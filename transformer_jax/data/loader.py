@@ -65,7 +65,6 @@ def place(arrays: Any, shardings: Any) -> Any:
 
 
 def _on_devices(plan: BatchPlan, sharding: NamedSharding | None, step: int) -> Batch:
-    step = int(step)
     if sharding is None:
         return jax.tree.map(jax.device_put, plan.batch(step))
     B, _, _ = plan.shape(step)
