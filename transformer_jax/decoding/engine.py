@@ -191,8 +191,8 @@ class Engine:
     def parameters(self) -> Any:
         """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
-        Assign such a dict or an ``nnx.State`` to update them. New parameters are copied to the
-        device immediately, without recompilation.
+        Assign such a dict or an ``nnx.State`` to update them, without recompilation. Arrays on the
+        device are not copied; do not donate them while they are in use here.
         """
         return self._parameters
 

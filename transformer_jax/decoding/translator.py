@@ -77,7 +77,7 @@ class Translator:
         """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
         Assign such a dict or an ``nnx.State``, for example in a training loop, to translate with
-        new parameters without recompilation.
+        new parameters without recompilation. Arrays may be shared: do not donate them meanwhile.
         """
         return self.engines[0].parameters
 
