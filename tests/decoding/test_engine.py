@@ -180,6 +180,13 @@ def test_samples_depend_only_on_the_sentence_and_its_seed():
     assert engine.search(same_seed) == [together[3]] * 8
 
 
+def test_64_bit_types_change_nothing():
+    expected = Engine(make_model(0), CONFIG).search(SENTENCES[:6])
+    with jax.enable_x64(True):
+        found = Engine(make_model(0), CONFIG).search(SENTENCES[:6])
+    assert [its[0].tokens for its in found] == [its[0].tokens for its in expected]
+
+
 @METHODS
 def test_nan_logits_are_reported(config, caplog):
     """Only the sentence with a NaN embedding has no result."""

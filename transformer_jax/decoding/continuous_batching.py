@@ -140,7 +140,7 @@ def _hand_over(carry: _Carry, block: Rows, num_sentences: Array) -> _Carry:
     return carry._replace(
         stepped=carry.stepped._replace(rows=rows),
         left=_put(carry.left, jnp.where(is_seated_R, next_R, Q), left),
-        next=carry.next + is_seated_R.sum(),
+        next=carry.next + is_seated_R.sum(dtype=jnp.int32),
     )
 
 
