@@ -4,7 +4,8 @@ Layout of a work directory, local or in an object store (written by ``training/s
 
     config.json, tokenizer.model
     checkpoints/00000500/
-        state/           Orbax: parameters, ema (if configured), rest (optimizer state, counters)
+        state/           Orbax: parameters, ema (if configured), rest (optimizer state, counters,
+                         seed)
         manifest.json    config, progress, the tokenizer's fingerprint, CRC-32 of every file;
                          written last; without it, the folder is not a checkpoint
 """
@@ -225,15 +226,9 @@ def write_manifest(
 def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
     """Return the contents of a checkpoint's manifest, empty if it is not JSON."""
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text())
+        return json.loads((checkpoint / MANIFEST).read_text())  # type: ignore[no-any-return]
     except ValueError:
         return {}
-    if "progress.json" in content:
-        raise UserError(
-            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax and is no "
-            "longer supported. Load it with load_model from commit ef0d56b."
-        )
-    return content  # type: ignore[no-any-return]
 
 
 def delete_checkpoint(checkpoint: AnyPath) -> None:

@@ -13,19 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.checkpoint import (
     checkpoint_name,
     complete_steps,
-    config_of,
     delete_checkpoint,
     progress_of,
     write_manifest,
 )
 from transformer_jax.config import Config
-from transformer_jax.data.loader import place
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.storage import MANIFEST, AnyPath, patiently, remove_folder
@@ -95,10 +92,7 @@ class Checkpoints:
         """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
         path = self.folder / checkpoint_name(step)
         parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
-        seed = place(np.array(config_of(path).seed, np.uint32), abstract_state.seed.sharding)
-        state = TrainState(
-            parameters=parts["parameters"], ema=parts.get("ema"), seed=seed, **parts["rest"]
-        )
+        state = TrainState(parameters=parts["parameters"], ema=parts.get("ema"), **parts["rest"])
         return state, Progress(**progress_of(path))
 
     def _make_room(self, path: AnyPath) -> bool:
@@ -156,11 +150,6 @@ def _try(work: Callable[[], None]) -> None:
 
 def _parts(state: TrainState) -> dict[str, Any]:
     """Return the parts of the state that Orbax saves."""
-    rest = {
-        "optimizer": state.optimizer,
-        "step": state.step,
-        "bad_steps": state.bad_steps,
-        "bad_in_a_row": state.bad_in_a_row,
-    }
-    parts = {"parameters": state.parameters, "rest": rest}
-    return parts if state.ema is None else parts | {"ema": state.ema}
+    rest = dict(vars(state))
+    parts = {"parameters": rest.pop("parameters"), "ema": rest.pop("ema"), "rest": rest}
+    return {name: part for name, part in parts.items() if part is not None}

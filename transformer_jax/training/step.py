@@ -43,7 +43,7 @@ class TrainState:
     bad_steps: jax.Array  # int32: number of steps skipped for a non-finite loss or gradient
     bad_in_a_row: jax.Array  # int32
     # uint32: config.seed. It is an input, not a constant, so runs that differ only in the seed can
-    # share a compiled step in the compilation cache. Checkpoints do not contain it.
+    # share a compiled step in the compilation cache.
     seed: jax.Array
 
 
