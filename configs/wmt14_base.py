@@ -50,7 +50,6 @@ def get_config() -> Config:
             checkpoint_every=1500,
             keep_checkpoints=5,
             average=5,
-            bleu_language="de",
         ),
         decoding=DecodingConfig(
             beam_size=4, length_penalty=0.6, max_extra_length=50, batch_size=128

@@ -31,5 +31,4 @@ def get_config() -> Config:
         data=replace(
             base.data, train=_pairs("train"), dev=_pairs("validation"), test=_pairs("test")
         ),
-        training=replace(base.training, bleu_language="fr"),
     )

@@ -20,5 +20,4 @@ def get_config() -> Config:
         model=replace(big.model, dropout=0.1),
         tokenizer=french.tokenizer,
         data=french.data,
-        training=replace(big.training, bleu_language="fr"),
     )

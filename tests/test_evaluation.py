@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import pytest
 import sacrebleu
 
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import bleu, check_bleu, chrf, evaluate, paper_bleu
+from transformer_jax.evaluation import bleu, check_bleu, chrf, evaluate
 
 HYPOTHESES = ["The cat sat on the mat.", "Two dogs run, fast!", "It is raining today ."]
 REFERENCES = ["The cat sat on a mat.", "Two dogs run fast!", "It's raining today."]
@@ -61,43 +59,3 @@ def test_unknown_tokenizers():
     with pytest.raises(UserError, match=r"'13b' cannot be used"):
         check_bleu("13b")
     check_bleu("none")
-
-
-def test_paper_bleu_splits_moses_tokens_at_hyphens():
-    hypotheses = [
-        "Er nutzt das „rich-text“-Format, sagt Dr. Müller.",
-        "Es geht nicht weiter - nie.",
-    ]
-    references = [
-        "Sie nutzt das „Rich-text“-Format, sagt Dr. Müller.",
-        "Es geht weiter - oder nie.",
-    ]
-    ours = [
-        "Er nutzt das &quot; rich ##AT##-##AT## text &quot; -Format , sagt Dr. Müller .",
-        "Es geht nicht weiter - nie .",
-    ]
-    theirs = [
-        "Sie nutzt das &quot; Rich ##AT##-##AT## text &quot; -Format , sagt Dr. Müller .",
-        "Es geht weiter - oder nie .",
-    ]
-    settings = {"tokenize": "none", "smooth_method": "none", "force": True}
-    expected = sacrebleu.corpus_bleu(ours, [theirs], **settings).score
-    found = paper_bleu(hypotheses, references, language="de")
-    assert found.value == expected > bleu(hypotheses, references).value
-    tokenizer = f"moses-de-sacremoses-{version('sacremoses')}+compounds-split"
-    assert f"|tok:{tokenizer}|smooth:none|" in found.signature
-    given = paper_bleu(ours[:1], theirs[:1], language="de", tokenized=True)
-    assert "tok:none+compounds-split" in given.signature
-    # The hyphen is a token, so no 4-gram matches.
-    assert paper_bleu(["a rich-text b"], ["a rich text b"], language="de").value == 0
-    with pytest.raises(UserError, match="bleu_language is 'german'; expected .* de, .* fr"):
-        paper_bleu(hypotheses, references, language="german")
-
-
-def test_one_evaluation_has_both_kinds_of_bleu():
-    both = evaluate(HYPOTHESES, REFERENCES, language="en")
-    assert both.bleu == bleu(HYPOTHESES, REFERENCES)
-    assert both.paper_bleu == paper_bleu(HYPOTHESES, REFERENCES, language="en")
-    assert str(both).split("\n")[:2] == [str(both.bleu), str(both.paper_bleu)]
-    tokenized = evaluate(HYPOTHESES, REFERENCES, tokenize="none", language="en")
-    assert tokenized.paper_bleu and "tok:none+" in tokenized.paper_bleu.signature

@@ -9,11 +9,13 @@ import json
 import re
 import runpy
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+import sacrebleu
 
 import transformer_jax
 from transformer_jax.parsing.__main__ import main as parsing
@@ -136,6 +138,47 @@ def check_text_for_parsing(printed: str, folder: Path, *, tags: set[str]) -> Non
         assert parsing(["restore", *files, "--output", f"{output}.back"]) == 0
         for parse, restored in zip(parses, read_parses(f"{output}.back"), strict=True):
             assert (parse.words, parse.constituents) == (restored.words, restored.constituents)
+
+
+def test_bleu_as_in_the_paper(run: Callable[..., str], tmp_path: Path) -> None:
+    """Splits Moses tokens at hyphens."""
+
+    def score(hypotheses: list[str], references: list[str], language: str = "de", **flags: Any):
+        for name, lines in ("hypotheses", hypotheses), ("references", references):
+            (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+        files = {"hypotheses": tmp_path / "hypotheses", "references": tmp_path / "references"}
+        return run("paper_bleu", language=language, **files, **flags)
+
+    hypotheses = [
+        "Er nutzt das „rich-text“-Format, sagt Dr. Müller.",
+        "Es geht nicht weiter - nie.",
+    ]
+    references = [
+        "Sie nutzt das „Rich-text“-Format, sagt Dr. Müller.",
+        "Es geht weiter - oder nie.",
+    ]
+    ours = [
+        "Er nutzt das &quot; rich ##AT##-##AT## text &quot; -Format , sagt Dr. Müller .",
+        "Es geht nicht weiter - nie .",
+    ]
+    theirs = [
+        "Sie nutzt das &quot; Rich ##AT##-##AT## text &quot; -Format , sagt Dr. Müller .",
+        "Es geht weiter - oder nie .",
+    ]
+    settings = {"tokenize": "none", "smooth_method": "none", "force": True}
+    expected = sacrebleu.corpus_bleu(ours, [theirs], **settings)
+    assert expected.score > transformer_jax.bleu(hypotheses, references).value
+    found = score(hypotheses, references)
+    assert found.endswith(f" = {str(expected).removeprefix('BLEU = ')}\n")
+    tokenizer = f"moses-de-sacremoses-{version('sacremoses')}+compounds-split"
+    assert f"|tok:{tokenizer}|smooth:none|" in found
+    assert "|tok:none+compounds-split|" in score(ours[:1], theirs[:1], tokenized=True)
+    # The hyphen is a token, so no 4-gram matches.
+    assert " = 0.00 " in score(["a rich-text b"], ["a rich text b"])
+    with pytest.raises(SystemExit, match="'german' is not one of .*de, .*fr"):
+        score(hypotheses, references, language="german")
+    with pytest.raises(SystemExit, match="have 2 and 1 lines; expected the same number"):
+        score(hypotheses, references[:1])
 
 
 def test_table_3(run: Callable[..., str], tmp_path: Path) -> None:

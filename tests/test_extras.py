@@ -19,7 +19,7 @@ USES = {  # code that needs the packages of an extra
     "[*read_pairs(transformer_jax.PairsConfig('numbers'))]",
     "tfds": "from transformer_jax.data.sources import read_pairs\n"
     "[*read_pairs(transformer_jax.PairsConfig('tfds', ('x',), (), 'a', 'b'))]",
-    "paper": "from transformer_jax.evaluation import check_bleu\ncheck_bleu('13a', 'de')",
+    "paper": "import runpy; runpy.run_path('examples/paper_bleu.py')['moses']('de')",
     "report": "from transformer_jax.report.__main__ import _run\n"
     "_run(['--workdir', '.', '--output', 'report.html'])",
     "interop": "from transformer_jax.interop.huggingface import export_huggingface\n"

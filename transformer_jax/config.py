@@ -344,9 +344,6 @@ class TrainingConfig(Section, prefix="training."):
     """Number of sentences to translate, from the start of the dev set."""
     bleu_tokenize: Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"] = "13a"
     """sacreBLEU's tokenizer; none: the text is already tokenized and is scored as is."""
-    bleu_language: str = ""
-    """Target language (de, fr, ...). If set, test sets are also scored with BLEU as in the paper
-    (Moses tokenization, compounds split); '': only sacreBLEU's BLEU."""
     checkpoint_every: Positive = 1000
     """Number of steps between checkpoints."""
     keep_checkpoints: Positive = 5

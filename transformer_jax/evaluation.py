@@ -1,15 +1,13 @@
-"""BLEU (sacreBLEU's and the paper's) and chrF, with signatures that make scores comparable."""
+"""BLEU and chrF from sacreBLEU, with signatures that make scores comparable."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from transformer_jax.errors import UserError, needs_extra, shown
+from transformer_jax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -37,33 +35,22 @@ class Evaluation:
     chrf: Score
     exact_match: float
     """Fraction of lines that equal their reference, from 0 to 1."""
-    paper_bleu: Score | None = None
-    """BLEU as in the paper, if a language was given."""
 
     def __str__(self) -> str:
-        scores = filter(None, (self.bleu, self.paper_bleu, self.chrf))
-        return "\n".join([*map(str, scores), f"exact match {self.exact_match:.2%}"])
+        return f"{self.bleu}\n{self.chrf}\nexact match {self.exact_match:.2%}"
 
 
 def evaluate(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    *,
-    tokenize: str = "13a",
-    language: str = "",
+    hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a"
 ) -> Evaluation:
     """Compute BLEU, chrF and exact match, as reported by train.py and decode.py.
 
-    With a ``language``, also computes BLEU as in the paper. Takes the same arguments and raises the
-    same errors as ``bleu`` and ``paper_bleu``.
+    Takes the same arguments and raises the same errors as ``bleu``.
     """
     texts = hypotheses, references
     scores = bleu(*texts, tokenize=tokenize), chrf(*texts)
     equal = sum(ours == theirs for ours, theirs in zip(*texts)) / len(references)
-    if not language:
-        return Evaluation(*scores, equal)
-    given = tokenize == "none"
-    return Evaluation(*scores, equal, paper_bleu(*texts, language=language, tokenized=given))
+    return Evaluation(*scores, equal)
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a") -> Score:
@@ -78,39 +65,6 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
     return _corpus_score(_bleu_metric(tokenize), hypotheses, references)
 
 
-def paper_bleu(
-    hypotheses: Sequence[str], references: Sequence[str], *, language: str, tokenized: bool = False
-) -> Score:
-    """Compute BLEU as in the paper (section 6.1): cased, Moses tokens, compounds split.
-
-    Usually higher than ``bleu``. Follows tensor2tensor's get_ende_bleu.sh: in hypotheses and
-    references, replace Unicode punctuation, tokenize with Moses, and split "rich-text" into three
-    tokens; then compute BLEU without smoothing.
-
-    Args:
-      language: code of the target language, such as ``"de"``.
-      tokenized: the text is already tokenized, so only compounds are split.
-
-    Raises:
-      UserError: different numbers of lines, nothing to score, or an unsupported language.
-    """
-    check_bleu("none", language)
-    with needs_extra("paper"):
-        from sacremoses import MosesPunctNormalizer, MosesTokenizer  # slow to import
-    tokenizer, punctuation = MosesTokenizer(language), MosesPunctNormalizer()
-
-    def tokens(line: str) -> str:
-        if not tokenized:
-            line = tokenizer.tokenize(punctuation.replace_unicode_punct(line), return_str=True)
-        return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
-
-    metric = BLEU(tokenize="none", force=True, smooth_method="none")
-    score = _corpus_score(metric, [*map(tokens, hypotheses)], [*map(tokens, references)])
-    rules = "none" if tokenized else f"moses-{language}-sacremoses-{version('sacremoses')}"
-    signature = score.signature.replace("tok:none", f"tok:{rules}+compounds-split")
-    return replace(score, signature=signature)
-
-
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     """Compute corpus chrF2 (Popović, 2015): character n-grams up to length 6, beta = 2.
 
@@ -120,23 +74,9 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     return _corpus_score(CHRF(), hypotheses, references)
 
 
-def check_bleu(tokenize: str, language: str = "") -> None:
-    """Raise ``UserError`` if BLEU cannot be computed. Call this before a long run.
-
-    ``tokenize`` is a sacreBLEU tokenizer; ``language`` is the language for BLEU as in the paper, if
-    any.
-    """
+def check_bleu(tokenize: str) -> None:
+    """Raise ``UserError`` if BLEU cannot use this tokenizer. Call this before a long run."""
     _bleu_metric(tokenize)
-    if not language:
-        return
-    with needs_extra("paper"):
-        from sacremoses.corpus import NonbreakingPrefixes
-    known = sorted(set(NonbreakingPrefixes().available_langs.values()))
-    if language not in known:
-        raise UserError(
-            f"bleu_language is {shown(language)}; expected a language that the Moses "
-            f"tokenizer supports: {', '.join(known)}."
-        )
 
 
 def _corpus_score(

@@ -99,9 +99,6 @@ class Evaluation:
     """File of reference translations; BLEU and chrF of the output are printed to stderr."""
     bleu_tokenize: str | None = None
     """sacreBLEU tokenizer for --reference. Default: the run's training.bleu_tokenize."""
-    bleu_language: str | None = None
-    """Target language (de, fr, ...): --reference also prints BLEU as in the paper, on Moses tokens
-    with compounds split. Default: the run's training.bleu_language."""
     score: str | None = None
     """File of targets, one per input line. Prints their log-probabilities instead of
     translating."""
@@ -177,12 +174,11 @@ def decode(argv: Sequence[str]) -> None:
     arguments, config = checked_flags(argv)
     files, asked = arguments.files, arguments.evaluation
     tokenize = asked.bleu_tokenize or config.training.bleu_tokenize
-    language = asked.bleu_language or config.training.bleu_language
     shard, references = files.part, None
     if asked.reference is not None:
         from transformer_jax.evaluation import check_bleu, evaluate  # sacreBLEU is slow to import
 
-        check_bleu(tokenize, language)  # fail before hours of work
+        check_bleu(tokenize)  # fail before hours of work
         references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
     size = _size(files.input)
     answers = _load(arguments)
@@ -213,7 +209,7 @@ def decode(argv: Sequence[str]) -> None:
         said = "%s changed during translation; run again with --resume to translate appended lines."
         logger.warning(said, files.input)
     if references is not None:
-        print(evaluate(best, references, tokenize=tokenize, language=language), file=sys.stderr)
+        print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
 
 
 def _size(file: str | None) -> int:

@@ -112,15 +112,13 @@ class Evaluator:
         run, pairs = self._run, self._run.pairs["test"]
         translations = self._translate(self._placed(load_parameters(checkpoints)), pairs)
         references = [target for _, target in pairs]
-        tokenize, language = run.config.training.bleu_tokenize, run.config.training.bleu_language
-        scores = evaluate(translations, references, tokenize=tokenize, language=language)
+        scores = evaluate(translations, references, tokenize=run.config.training.bleu_tokenize)
         figures: dict[str, Any] = {
             "sentences": len(references),
             "exact_match": scores.exact_match,
         }
-        for name in ("bleu", "chrf", "paper_bleu"):
-            if score := getattr(scores, name):
-                figures |= {name: score.value, f"{name}_signature": score.signature}
+        for name, score in ("bleu", scores.bleu), ("chrf", scores.chrf):
+            figures |= {name: score.value, f"{name}_signature": score.signature}
         return figures, scores
 
     def _placed(self, parameters: Any) -> Parameters:

@@ -243,7 +243,7 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
     names = ("train", "dev", "test") if is_first() else ("dev", "test")
     given = [name for name in names if getattr(data, name).is_given]
     texts = {name: ParallelText(getattr(data, name), data.root) for name in given}
-    check_bleu(training.bleu_tokenize, training.bleu_language)
+    check_bleu(training.bleu_tokenize)
     pairs = {}
     for name in [name for name in given if name != "train"]:
         pairs[name] = list(texts[name].pairs())
