@@ -175,8 +175,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     """BPE-dropout: probability of dropping a merge (usually 0.1); 0: off. Requires the bpe
     algorithm."""
     sampled_epochs: Positive = 8
-    """With sampling: number of stored segmentations of the training text. Epoch e uses segmentation
-    e modulo this number."""
+    """With sampling: number of copies of each training pair in the corpus, each in a newly drawn
+    segmentation. An epoch contains all of them."""
     model: str = ""
     """Existing SentencePiece model to use instead of training one (if not joint: the source model).
     Its tokens 0 to 3 must be PAD, BOS, EOS and UNK. Its size, algorithm and normalization are

@@ -12,32 +12,28 @@ FIRST_ID = 10  # of regular tokens
 
 
 def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpus:
-    """Lengths [K, N] include EOS. Both sides of segmentation v of pair i are the token
-    v * N + i + 10, repeated, and EOS, so that a row identifies its pairs.
+    """Lengths [N] include EOS. Both sides of pair i are the token i + 10, repeated, and EOS, so
+    that a row identifies its pairs.
     """
-    (K, N), sides = np.shape(source_lengths), []
-    for lengths_KN in (source_lengths, target_lengths):
-        lengths = np.transpose(lengths_KN).ravel()
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        numbers = np.arange(K * N, dtype=np.int32).reshape(K, N).T.ravel()
-        tokens = np.repeat(numbers + FIRST_ID, lengths)
+    N, sides = len(source_lengths), []
+    for lengths_N in (source_lengths, target_lengths):
+        offsets = np.concatenate([[0], np.cumsum(lengths_N, dtype=np.int64)])
+        tokens = np.repeat(np.arange(N, dtype=np.int32) + FIRST_ID, lengths_N)
         tokens[offsets[1:] - 1] = EOS
         sides.append(Sequences(tokens, offsets))
-    return Corpus("test", (sides[0], sides[1]), N, K)
+    return Corpus("test", (sides[0], sides[1]), N)
 
 
-def random_lengths(
-    seed: int, num_pairs: int, num_samples: int = 1, mean: float = 10.0
-) -> tuple[np.ndarray, np.ndarray]:
+def random_lengths(seed: int, num_pairs: int, mean: float = 10.0) -> tuple[np.ndarray, np.ndarray]:
     """Log-normal lengths, correlated between the sides, as in real text."""
     random = np.random.default_rng(seed)
-    source = random.lognormal(np.log(mean), 0.5, (num_samples, num_pairs))
-    target = source * random.lognormal(0.05, 0.2, (num_samples, num_pairs))
+    source = random.lognormal(np.log(mean), 0.5, num_pairs)
+    target = source * random.lognormal(0.05, 0.2, num_pairs)
     return np.clip(source, 2, 60).astype(np.int32), np.clip(target, 2, 60).astype(np.int32)
 
 
-def random_corpus(seed: int, num_pairs: int, num_samples: int = 1, mean: float = 10.0) -> Corpus:
-    return make_corpus(*random_lengths(seed, num_pairs, num_samples, mean))
+def random_corpus(seed: int, num_pairs: int, mean: float = 10.0) -> Corpus:
+    return make_corpus(*random_lengths(seed, num_pairs, mean))
 
 
 def small_config(layout: str, tokens: int = 512) -> BatchConfig:

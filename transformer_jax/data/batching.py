@@ -5,7 +5,7 @@ bucketed layout, a row holds one pair. Buckets are filled from the shortest to t
 and each one holds a whole number of batches. In the packed layout, a row holds several pairs, and
 all rows are in one bucket. Empty rows pad the batches of the last bucket. Each epoch permutes the
 rows of each bucket, splits them into batches, and shuffles all batches, so every epoch has the same
-number of batches of each shape. With K stored segmentations, epoch e uses segmentation e mod K.
+number of batches of each shape.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 class BatchPlan:
     """The batches of a corpus, indexed by step. Thread-safe.
 
-    Memory: about 35 bytes per pair (packed: 70, plus 8 for each additional segmentation).
+    Memory: about 35 bytes per pair (packed: 70).
     """
 
     def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
@@ -59,33 +59,28 @@ class BatchPlan:
         """
         self.packed, limits = config.layout == "packed", (config.tokens, config.row_multiple)
         self._corpus, self._seed = corpus, seed
-        N, lengths_2KN = corpus.num_pairs, corpus.lengths()
+        N, lengths_2N = corpus.num_pairs, corpus.lengths()
         assert N, "the corpus has no pairs"
-        tokens_2 = lengths_2KN.sum((1, 2), dtype=np.int64)
+        tokens_2 = lengths_2N.sum(1, dtype=np.int64)
         if self.packed:
-            S, T = packed_shape(
-                lengths_2KN.max((1, 2)).tolist(), tokens_2.tolist(), config.row_length
-            )
-            rows_KN = [
-                pack(s_N, t_N, S, T, permutation(N, seed, _OF_PACKING, v))
-                for v, (s_N, t_N) in enumerate(zip(*lengths_2KN))
-            ]
-            most = max(int(row_N.max()) + 1 for row_N in rows_KN)
+            S, T = packed_shape(lengths_2N.max(1).tolist(), tokens_2.tolist(), config.row_length)
+            row_N = pack(lengths_2N[0], lengths_2N[1], S, T, permutation(N, seed, _OF_PACKING, 0))
+            most = int(row_N.max()) + 1
             batches, B = even_batches(most, batch_rows(S, T, *limits), config.row_multiple)
             num_rows = batches * B
-            buckets = [((S, T), np.arange(num_rows).reshape(1, batches, B))]
+            buckets = [((S, T), np.arange(num_rows).reshape(batches, B))]
         else:
-            rows_KN, num_rows = [np.arange(N)], N + 1  # the last row is empty
-            widths = choose_widths(lengths_2KN, config.buckets, config.tokens)
-            buckets = fill_buckets(lengths_2KN, widths, *limits)
-        self._rows = [_grouped(row_N, num_rows) for row_N in rows_KN]
-        self._buckets = [rows_KkB for _, rows_KkB in buckets]
-        self.shapes = tuple((rows_KkB.shape[2], S, T) for (S, T), rows_KkB in buckets)
+            row_N, num_rows = np.arange(N), N + 1  # the last row is empty
+            widths = choose_widths(lengths_2N, config.buckets, config.tokens)
+            buckets = fill_buckets(lengths_2N, widths, *limits)
+        self._rows = _grouped(row_N, num_rows)
+        self._buckets = [rows_kB for _, rows_kB in buckets]
+        self.shapes = tuple((rows_kB.shape[1], S, T) for (S, T), rows_kB in buckets)
         """Batch shapes (B, S, T), smallest S + T first. Each is compiled once."""
-        batches_b = [rows_KkB.shape[1] for rows_KkB in self._buckets]
+        batches_b = [len(rows_kB) for rows_kB in self._buckets]
         self.steps_per_epoch = sum(batches_b)
         positions_2 = batches_b @ np.array([(B * S, B * T) for B, S, T in self.shapes])
-        source, target = (tokens_2 / corpus.num_samples / positions_2).tolist()
+        source, target = (tokens_2 / positions_2).tolist()
         self.fill: tuple[float, float] = (source, target)
         """Fractions of source and target positions that hold real tokens, over all batches."""
         # Batches are prefetched, so two epochs can be in use at the same time.
@@ -107,13 +102,12 @@ class BatchPlan:
         epoch, at = divmod(int(step), self.steps_per_epoch)
         bucket, row_B = self._epoch(epoch)[at]
         _, S, T = self.shapes[bucket]
-        pairs, starts = self._rows[epoch % len(self._rows)]
+        pairs, starts = self._rows
         row = row_B[rows]
         pairs_per_row = starts[row + 1] - starts[row]
         chosen = pairs[ranges(starts[row], pairs_per_row)]
-        v = epoch % self._corpus.num_samples
         (source, source_segments), (target, target_segments) = (
-            _fill_rows(self._corpus.read(side, chosen, v), pairs_per_row, L)
+            _fill_rows(self._corpus.read(side, chosen), pairs_per_row, L)
             for side, L in enumerate((S, T))
         )
         return Batch(source, target, *([source_segments, target_segments] if self.packed else []))
@@ -121,8 +115,7 @@ class BatchPlan:
     def _shuffle(self, epoch: int) -> list[tuple[int, np.ndarray]]:
         """Return the bucket and rows of each batch in an epoch, in order."""
         batches: list[tuple[int, np.ndarray]] = []
-        for bucket, rows_KkB in enumerate(self._buckets):
-            rows_kB = rows_KkB[epoch % len(rows_KkB)]
+        for bucket, rows_kB in enumerate(self._buckets):
             order = permutation(rows_kB.size, self._seed, _OF_ROWS, epoch, bucket)
             shuffled_kB = rows_kB.reshape(-1)[order].reshape(rows_kB.shape)
             batches += [(bucket, row_B) for row_B in shuffled_kB]

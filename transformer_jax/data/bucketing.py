@@ -9,7 +9,7 @@ import numpy as np
 from transformer_jax.errors import UserError
 
 
-def choose_widths(lengths_2KN: np.ndarray, count: int, tokens: int) -> list[tuple[int, int]]:
+def choose_widths(lengths_2N: np.ndarray, count: int, tokens: int) -> list[tuple[int, int]]:
     """Choose at most ``count`` bucket widths (S, T), in ascending order, that need little padding.
 
     The last width fits all pairs. Starts with the same number of pairs in each bucket, then widens,
@@ -17,12 +17,10 @@ def choose_widths(lengths_2KN: np.ndarray, count: int, tokens: int) -> list[tupl
     row). Each bucket counts as at least one full batch of ``tokens`` per epoch, so a few rare pairs
     do not get their own bucket.
     """
-    # histogram[s, t]: number of pairs, over all segmentations, with s source and t target tokens.
-    S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
-    histogram = np.zeros((S, T), np.int64)
-    for s_N, t_N in zip(*lengths_2KN):
-        cells = np.bincount(s_N.astype(np.int64) * T + t_N, minlength=S * T)
-        histogram += cells.reshape(S, T)
+    # histogram[s, t]: number of pairs with s source and t target tokens.
+    S, T = (int(longest) + 1 for longest in lengths_2N.max(1))
+    s_N, t_N = lengths_2N.astype(np.int64)
+    histogram = np.bincount(s_N * T + t_N, minlength=S * T).reshape(S, T)
     # below[s, t]: number of pairs with fewer than s source and fewer than t target tokens.
     below = np.pad(histogram.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     longest = np.array(histogram.shape) - 1
@@ -30,7 +28,7 @@ def choose_widths(lengths_2KN: np.ndarray, count: int, tokens: int) -> list[tupl
     def cost(widths_b2: np.ndarray) -> float:
         S, T = widths_b2.T
         pairs = np.diff(below[S + 1, T + 1], prepend=0)
-        batch = len(lengths_2KN[0]) * (tokens // widths_b2.max(1).clip(1))
+        batch = tokens // widths_b2.max(1).clip(1)
         return float(np.where(pairs > 0, np.maximum(pairs, batch), 0) @ (S + T))
 
     quantiles = (np.arange(1, count + 1) * histogram.sum() - 1) // count
@@ -55,37 +53,31 @@ def choose_widths(lengths_2KN: np.ndarray, count: int, tokens: int) -> list[tupl
 
 
 def fill_buckets(
-    lengths_2KN: np.ndarray, widths: list[tuple[int, int]], tokens: int, multiple: int
+    lengths_2N: np.ndarray, widths: list[tuple[int, int]], tokens: int, multiple: int
 ) -> list[tuple[tuple[int, int], np.ndarray]]:
-    """Return each bucket's width (S, T) and the pairs in its batches, int32 [K, batches, B].
+    """Return each bucket's width (S, T) and the pairs in its batches, int32 [batches, B].
 
-    In each of K segmentations, pairs are sorted by bucket, then by length, and split into batches.
-    The longest pairs of a bucket that do not fill a batch move to the next bucket, and widths are
-    adjusted to the pairs. In the last bucket, index N (no pair) pads the batches. See
-    ``batch_rows`` for ``tokens`` and ``multiple``.
+    Pairs are sorted by bucket, then by length, and split into batches. The longest pairs of a
+    bucket that do not fill a batch move to the next bucket, and widths are adjusted to the pairs.
+    In the last bucket, index N (no pair) pads the batches. See ``batch_rows`` for ``tokens`` and
+    ``multiple``.
     """
-    _, K, N = lengths_2KN.shape
-    S_b, T_b = np.array(widths).T
-    bucket_KN = np.maximum(
-        np.searchsorted(S_b, lengths_2KN[0]), np.searchsorted(T_b, lengths_2KN[1])
-    )
-    length_KN = lengths_2KN.sum(0)
-    order_KN = np.argsort(bucket_KN * (length_KN.max() + 1) + length_KN, kind="stable")
-    sorted_2KN = np.take_along_axis(lengths_2KN, order_KN[None], axis=2)
-    # Every segmentation has the same number of batches in each bucket.
-    ends = [(bucket_KN <= b).sum(1).min() for b in range(len(widths) - 1)]
+    _, N = lengths_2N.shape
+    bucket_N = np.max([np.searchsorted(*side) for side in zip(np.array(widths).T, lengths_2N)], 0)
+    length_N = lengths_2N.sum(0)
+    order_N = np.argsort(bucket_N * (length_N.max() + 1) + length_N, kind="stable")
     start, filled = 0, []
-    for width, end in zip(widths, [*ends, N]):
+    for width, end in zip(widths, np.bincount(bucket_N, minlength=len(widths)).cumsum().tolist()):
         B = batch_rows(*width, tokens, multiple)
-        batches = max(0, end - start) // B
+        batches = (end - start) // B
         if end == N:
             batches, B = even_batches(N - start, B, multiple)
         stop = start + batches * B
         if batches:
-            rows_KR = np.full((K, batches * B), N, np.int32)
-            rows_KR[:, : N - start] = order_KN[:, start:stop]
-            S, T = sorted_2KN[:, :, start:stop].max((1, 2)).tolist()
-            filled.append(((S, T), rows_KR.reshape(K, batches, B)))
+            rows_R = np.full(batches * B, N, np.int32)
+            rows_R[: N - start] = order_N[start:stop]
+            S, T = lengths_2N[:, order_N[start:stop]].max(1).tolist()
+            filled.append(((S, T), rows_R.reshape(batches, B)))
         start = stop
     return filled
 

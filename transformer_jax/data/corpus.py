@@ -48,39 +48,32 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenized corpus of N pairs in K segmentations (K = 1 without subword sampling).
-
-    Sequence ``i * K + v`` is pair ``i`` in segmentation ``v``.
-    """
+    """Tokenized corpus of N pairs. With subword sampling, it contains each pair several times."""
 
     fingerprint: str
     """SHA-256 (hex) of the text and the settings. Empty if built from lists."""
     sides: tuple[Sequences, Sequences]
     """Source and target."""
     num_read: int
-    """Number of pairs in the text, before filtering."""
-    num_samples: int = 1
-    """Number of segmentations K."""
+    """Number of pairs before filtering."""
 
     @property
     def num_pairs(self) -> int:
         """Number of pairs N."""
-        return (len(self.sides[0].offsets) - 1) // self.num_samples
+        return len(self.sides[0].offsets) - 1
 
     def lengths(self) -> np.ndarray:
-        """Return source and target lengths, including EOS, as int32 [2, K, N]."""
-        lengths = np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides])
-        return lengths.reshape(2, self.num_pairs, self.num_samples).swapaxes(1, 2)
+        """Return source and target lengths, including EOS, as int32 [2, N]."""
+        return np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides])
 
-    def read(self, side: int, pairs: np.ndarray, v: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return the concatenated tokens of ``pairs`` in segmentation ``v``, and their lengths.
+    def read(self, side: int, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the concatenated tokens of ``pairs`` and their lengths.
 
         ``side`` is 0 for the source and 1 for the target.
         """
         tokens, offsets = self.sides[side]
-        sequences = pairs.astype(np.int64) * self.num_samples + v
-        starts = offsets[sequences]
-        lengths = offsets[sequences + 1] - starts
+        starts = offsets[pairs]
+        lengths = offsets[pairs + 1] - starts
         return tokens[ranges(starts, lengths)], lengths
 
     @classmethod
@@ -114,9 +107,9 @@ def build_corpus(
 ) -> Corpus:
     """Tokenize ``text`` into ``directory``, or open the corpus if it already exists there.
 
-    Drops pairs that are empty or too long in any segmentation. Raises ``UserError`` if no pairs
-    remain. With ``sampling`` (see ``SubwordModel.encode``), draws ``num_samples`` segmentations of
-    each pair. The result does not depend on ``data.workers``.
+    Drops pairs that are empty or too long. Raises ``UserError`` if no pairs remain. With
+    ``sampling`` (see ``SubwordModel.encode``), the corpus contains each pair ``num_samples`` times,
+    each time in a newly drawn segmentation. The result does not depend on ``data.workers``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
@@ -146,7 +139,7 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         source, target = (
             Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"]) for side in _SIDES
         )
-        return Corpus(fingerprint, (source, target), manifest["num_read"], manifest["num_samples"])
+        return Corpus(fingerprint, (source, target), manifest["num_read"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -206,7 +199,6 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
         )
     manifest = {
         "num_read": num_read,
-        "num_samples": job.num_samples,
         "dtypes": dtypes,
         "checksums": _mapped(folder, dtypes)[1],
     }

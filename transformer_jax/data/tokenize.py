@@ -30,7 +30,7 @@ from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
-_FORMAT = 4  # part of the fingerprint; increase it if the arrays for the same input change
+_FORMAT = 5  # part of the fingerprint; increase it if the arrays for the same input change
 _CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed
 
 Pairs = list[tuple[str, str]]
@@ -40,7 +40,7 @@ Flat = tuple[np.ndarray, np.ndarray]
 class TokenizedChunk(NamedTuple):
     """Tokenized pairs of a chunk that pass the filters."""
 
-    sides: list[Flat]  # source and target; segmentation v of pair i is sequence i * K + v
+    sides: list[Flat]  # source and target
     num_read: int
 
 
@@ -72,29 +72,27 @@ class TokenizeJob:
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
     def tokenize(self, number: int, pairs: Pairs) -> TokenizedChunk:
-        """Tokenize and filter one chunk. Random seeds include its ``number``."""
+        """Tokenize and filter one chunk. Random seeds include its ``number``.
+
+        Each pair is repeated ``num_samples`` times, and each copy gets a newly drawn segmentation.
+        """
+        pairs = [pair for pair in pairs for _ in range(self.num_samples)]
         sides = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
-            lines, versions = [pair[i] for pair in pairs], []
-            for v in range(self.num_samples):
-                digest = hashlib.sha256(repr((self.seed, number, v, i)).encode()).digest()
-                seed = int.from_bytes(digest[:4], "little")
-                versions.append(side.encode(lines, sampling=self.sampling, seed=seed))
-            sides.append(flatten(chain.from_iterable(zip(*versions)), self.dtypes()[i]))
-        kept = np.repeat(self._passes(pairs, [lengths for _, lengths in sides]), self.num_samples)
-        sides = [(tokens[np.repeat(kept, lengths)], lengths[kept]) for tokens, lengths in sides]
+            digest = hashlib.sha256(repr((self.seed, number, i)).encode()).digest()
+            seed = int.from_bytes(digest[:4], "little")
+            lines = [pair[i] for pair in pairs]
+            tokens = side.encode(lines, sampling=self.sampling, seed=seed)
+            sides.append(flatten(tokens, self.dtypes()[i]))
+        kept_N = self._passes(pairs, np.stack([lengths for _, lengths in sides]))
+        sides = [(tokens[np.repeat(kept_N, lengths)], lengths[kept_N]) for tokens, lengths in sides]
         return TokenizedChunk(sides, len(pairs))
 
-    def _passes(self, pairs: Pairs, lengths: list[np.ndarray]) -> np.ndarray:
-        """Return the mask of pairs that pass the filters in every segmentation, bool [N].
-
-        As a result, all segmentations have the same pairs.
-        """
-        lengths_2NK = np.stack(lengths).reshape(2, len(pairs), self.num_samples)
+    def _passes(self, pairs: Pairs, lengths_2N: np.ndarray) -> np.ndarray:
+        """Return the mask of pairs that pass the filters, bool [N]."""
         filled_N = np.array([bool(source.strip() and target.strip()) for source, target in pairs])
-        filled_N &= (lengths_2NK > 1).all((0, 2))
         most = self.data.max_source_length, self.data.max_target_length
-        return filled_N & np.less_equal(lengths_2NK.max(2).T, most).all(1)
+        return filled_N & (lengths_2N > 1).all(0) & np.less_equal(lengths_2N.T, most).all(1)
 
 
 def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
