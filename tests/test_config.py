@@ -1,6 +1,7 @@
 """Configs: defaults, JSON, invalid values, config files, recipes."""
 
 import re
+import traceback
 from pathlib import Path
 
 import pytest
@@ -170,30 +171,42 @@ def test_json_accepts_integers_for_floats() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def get_config(:", r"c\.py': SyntaxError: .*\(c\.py, line 1\)"),
-        (
-            "from transformer_jax import ModelConfig\n"
-            "def get_config(): return ModelConfig(d_modle=5)",
-            "TypeError: .*unexpected keyword argument 'd_modle'",
-        ),
-        ("x = 1", "does not define get_config"),
+        ("x = 1", r"c\.py' has no get_config"),
         (
             "from transformer_jax import ModelConfig\n\n"
             "def get_config():\n    return ModelConfig(dropout=2)",
-            r"c\.py', line 4: model.dropout is 2; expected a value",
+            "^model.dropout is 2; expected a value",
         ),
-        ("\nimport no_such_module", r"c\.py', line 2: ModuleNotFoundError: No module named"),
-        ("def get_config():\n    return 1 / 0", r"c\.py', line 2: ZeroDivisionError: division by"),
-        ("import sys\nsys.exit(0)", r"c\.py', line 2: SystemExit: 0"),
-        ("\0", r"c\.py': \w+: source code .*cannot contain null bytes"),
-        ("def get_config(): return 3", "returned int; expected a transformer_jax Config"),
+        ("def get_config(): return 3", r"c\.py' returned int; expected a transformer_jax Config"),
     ],
 )
-def test_errors_in_config_files(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_recipes(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.py"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         load_config_file(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("def get_config(:", SyntaxError),
+        ("\nimport no_such_module", ModuleNotFoundError),
+        (
+            "from transformer_jax import ModelConfig\n"
+            "def get_config():\n"
+            "    return ModelConfig(d_modle=5)",
+            TypeError,
+        ),
+    ],
+)
+def test_errors_of_recipes_are_pythons(tmp_path: Path, text: str, error: type[Exception]) -> None:
+    path = tmp_path / "c.py"
+    path.write_text(text)
+    with pytest.raises(error) as raised:
+        load_config_file(path)
+    lines = "".join(traceback.format_exception(raised.value))
+    assert f'c.py", line {len(text.splitlines())}' in lines
 
 
 def test_a_config_file_is_plain_python(tmp_path: Path) -> None:

@@ -81,23 +81,21 @@ def test_the_recipe_takes_a_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "table3",
-            r"table3\.py'.*: get_config\(\) missing 1 required positional argument: 'argument'",
-        ),
-        (
-            "table3:",
-            r"table3\.py', line \d+: Row '' is unknown; expected one of base, A-h1, .*, big",
-        ),
+        ("table3:", "Row '' is unknown; expected one of base, A-h1, .*, big"),
         ("table3:C-N3", "Row 'C-N3' is unknown; expected one of base, "),
         ("table3:E,multi30", "Config 'multi30' is not a recipe; expected one of"),
         ("table3:E,none.py", "Config file 'none.py' does not exist"),
-        ("demo:large", r"demo\.py': .*get_config\(\) takes 0 positional arguments but 1 was given"),
         ("tabel3:E", "'tabel3' is not a recipe; expected one of .*, table3, "),
     ],
 )
 def test_invalid_recipe_arguments(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
+        load_config_file(name)
+
+
+@pytest.mark.parametrize("name", ["table3", "demo:large"])
+def test_missing_and_unexpected_recipe_arguments(name: str) -> None:
+    with pytest.raises(TypeError, match=r"get_config\(\) .* positional argument"):
         load_config_file(name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import traceback
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ def load_config_file(path: str | Path) -> Config:
     ``table3:C-N2``, ``mine/recipe.py:large``.
 
     Raises:
-      UserError: the recipe does not exist, or the file cannot be read, cannot be run, or has
-        invalid settings. The message gives the file name and, in a Python file, the line number.
+      UserError: the recipe or file does not exist, or has invalid settings.
+      Exception: any other error of a Python file.
     """
     name, argument = str(path), None
     if not Path(name).exists() and (found := _WITH_ARGUMENT.fullmatch(name)):
@@ -49,13 +49,12 @@ def load_config_file(path: str | Path) -> Config:
             f"Config file {str(path)!r} {wrong}; expected a Python file with get_config(), a "
             "work directory's config.json, or the name of a recipe, such as demo."
         )
+    if path.suffix == ".py":
+        return _run(path, argument)
     try:
-        return from_json(path.read_bytes()) if path.suffix == ".json" else _run(path, argument)
-    except (Exception, SystemExit) as error:  # a config file can raise any exception
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f", line {lines[-1]}" if lines else ""
-        raise UserError(f"Config file {str(path)!r}{where}: {_reason(error)}") from error
+        return from_json(path.read_bytes())
+    except UserError as error:
+        raise UserError(f"Config file {str(path)!r}: {error}") from None
 
 
 def recipe_path(name: str) -> Path:
@@ -75,19 +74,18 @@ def recipe_path(name: str) -> Path:
 
 
 def _run(path: Path, argument: str | None) -> Config:
-    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
-    exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), names)
+    names = runpy.run_path(str(path))
     if "get_config" not in names:
-        raise UserError("It does not define get_config(); expected `def get_config() -> Config`.")
+        raise UserError(
+            f"{str(path)!r} has no get_config(); expected `def get_config() -> Config`."
+        )
     config = names["get_config"](*[] if argument is None else [argument])
     if not isinstance(config, Config):
         kind = type(config).__name__
-        raise UserError(f"get_config() returned {kind}; expected a transformer_jax Config.")
+        raise UserError(
+            f"get_config() in {str(path)!r} returned {kind}; expected a transformer_jax Config."
+        )
     return config
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}."
 
 
 def to_json(config: Config) -> str:
