@@ -7,22 +7,19 @@ import sys
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
-
-from annotated_types import Interval
 
 from transformer_jax.errors import UserError, shown
 
-# The type of a field gives its range and the expectation for its error message.
-Positive = Annotated[int, Interval(ge=1, lt=2**31), "a positive number below 2^31"]
-ExtraLength = Annotated[int, Interval(ge=1, le=2**16), "a number from 1 to 65,536"]
-Count = Annotated[int, Interval(ge=0, lt=2**31), "a number from 0 to 2^31 - 1"]
-PositiveFloat = Annotated[float, Interval(gt=0), "a positive number"]
-NonNegative = Annotated[float, Interval(ge=0), "0 or more"]
-Fraction = Annotated[float, Interval(ge=0, lt=1), "a value in [0, 1)"]
-PositiveFraction = Annotated[float, Interval(gt=0, le=1), "a value in (0, 1]"]
-LineLength = Annotated[int, Interval(ge=3, lt=2**31), "at least 3"]
+# The type of a field gives its range, as a predicate, and the expectation for its error message.
+Positive = Annotated[int, lambda n: 1 <= n < 2**31, "a positive number below 2^31"]
+ExtraLength = Annotated[int, lambda n: 1 <= n <= 2**16, "a number from 1 to 65,536"]
+Count = Annotated[int, lambda n: 0 <= n < 2**31, "a number from 0 to 2^31 - 1"]
+PositiveFloat = Annotated[float, lambda x: x > 0, "a positive number"]
+NonNegative = Annotated[float, lambda x: x >= 0, "0 or more"]
+Fraction = Annotated[float, lambda x: 0 <= x < 1, "a value in [0, 1)"]
+PositiveFraction = Annotated[float, lambda x: 0 < x <= 1, "a value in (0, 1]"]
+LineLength = Annotated[int, lambda n: 3 <= n < 2**31, "at least 3"]
 
 Rule = tuple[str, bool, str]
 """A constraint across fields: the field to report, the condition, the expectation."""
@@ -60,8 +57,8 @@ def _expected(value: Any, allowed: Any) -> str | None:
     """Return a description of the allowed values, or None if ``value`` is valid."""
     origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
     if origin is Annotated:
-        kind, interval, words = arguments
-        return _expected(value, kind) or (None if _is_within(value, interval) else words)
+        kind, is_valid, words = arguments
+        return _expected(value, kind) or (None if is_valid(value) else words)
     if origin in (typing.Union, types.UnionType):
         problems = [_expected(value, each) for each in arguments]
         return None if None in problems else " or ".join(map(str, problems))
@@ -76,11 +73,3 @@ def _expected(value: Any, allowed: Any) -> str | None:
     if allowed is float and type(value) in (int, float):
         return None if abs(value) <= sys.float_info.max else "a finite number"
     return None if type(value) is allowed else allowed.__name__.replace("NoneType", "None")
-
-
-def _is_within(value: float, interval: Interval) -> bool:
-    return all(
-        getattr(operator, name)(value, bound)
-        for name, bound in asdict(interval).items()
-        if bound is not None
-    )
