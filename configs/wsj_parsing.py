@@ -62,7 +62,7 @@ def get_config() -> Config:
             steps=20_000,
             eval_every=500,
             checkpoint_every=500,
-            bleu_every=0,  # parsing is scored by F1
+            bleu_sentences=0,  # parsing is scored by F1
             patience=10,
         ),
         decoding=DecodingConfig(

@@ -336,12 +336,10 @@ class TrainingConfig(Section, prefix="training."):
     log_every: Positive = 50
     """Number of steps between entries in metrics.jsonl and TensorBoard."""
     eval_every: Positive = 1000
-    """Number of steps between evaluations on the dev set: loss, perplexity, accuracy and (see
-    bleu_every) BLEU."""
-    bleu_every: Count = 1
-    """Translate the dev set with beam search at every n-th evaluation; 0: never."""
-    bleu_sentences: Positive = 1000
-    """Number of sentences to translate, from the start of the dev set."""
+    """Number of steps between evaluations on the dev set: loss, perplexity, accuracy and BLEU."""
+    bleu_sentences: Count = 1000
+    """Number of sentences to translate with beam search for BLEU, from the start of the dev set; 0:
+    no BLEU on the dev set."""
     bleu_tokenize: Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"] = "13a"
     """sacreBLEU's tokenizer; none: the text is already tokenized and is scored as is."""
     checkpoint_every: Positive = 1000

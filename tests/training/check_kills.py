@@ -33,7 +33,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     config = tiny(
-        0.1, steps=40 * arguments.kills, eval_every=10**6, bleu_every=0, checkpoint_every=4
+        0.1, steps=40 * arguments.kills, eval_every=10**6, bleu_sentences=0, checkpoint_every=4
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -32,6 +32,7 @@ from transformer_jax.config import (
     TokenizerConfig,
 )
 from transformer_jax.config_io import from_json
+from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
@@ -57,6 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process = command(workdir, workdir.parent / "cache", whole())
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
+    (workdir.parent / "stderr").write_text(errors)
     return workdir
 
 
@@ -113,6 +115,13 @@ def test_a_killed_and_stopped_run_resumes_bit_exactly(finished: Path, tmp_path: 
     ]
 
 
+def test_every_evaluation_shows_the_first_dev_pair(finished: Path) -> None:
+    [(source, reference)] = read_pairs(PairsConfig("numbers", split="dev", limit=1))
+    printed = (finished.parent / "stderr").read_text()
+    example = f"  source      {source}\n  reference   {reference}\n  translation "
+    assert printed.count(example) == printed.count("dev loss") == 2
+
+
 @pytest.mark.devices(8)
 def test_a_run_on_eight_devices_equals_one_on_one_device(tmp_path: Path) -> None:
     """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2."""
@@ -155,7 +164,7 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
         patch.setattr(
             Evaluator,
             "dev",
-            lambda self, parameters, number: (dev_figures(1.0, dev_bleu=next(bleus)), ""),
+            lambda self, parameters: (dev_figures(1.0, dev_bleu=next(bleus)), ""),
         )
         patch.setattr(Evaluator, "test", lambda self, checkpoints: ({}, None))
         summary = train(config, tmp_path / "run", devices=ONE)
@@ -219,7 +228,7 @@ def without_test_set(config: Config) -> Config:
 
 def test_training_stops_when_dev_loss_stops_improving(tmp_path: Path) -> None:
     """Lower patience can also end a run that is already finished."""
-    config = tiny(steps=100, eval_every=2, checkpoint_every=100, patience=2, bleu_every=0)
+    config = tiny(steps=100, eval_every=2, checkpoint_every=100, patience=2, bleu_sentences=0)
     optimizer = OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30)
     config = changed(without_test_set(config), optimizer=optimizer)
     more = changed(config, training={"steps": 6, "patience": 3})
@@ -261,7 +270,7 @@ def test_the_end_of_a_run_chooses_checkpoints_to_average(
 ) -> None:
     """Before the end, and if the run continues, the model is the newest checkpoint."""
     common = {"steps": 6, "eval_every": 3, "checkpoint_every": 1, "keep_checkpoints": 5}
-    config = tiny(**(common | {"bleu_every": 0} | training))
+    config = tiny(**(common | {"bleu_sentences": 0} | training))
     config = config if with_dev else no_evaluation(config)
     config = without_test_set(config)
     caplog.set_level("INFO")

@@ -31,7 +31,7 @@ from transformer_jax.checkpoint import complete_steps
 from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
 
-WHOLE = tiny(dropout=0.1, steps=12, eval_every=12, bleu_every=0, checkpoint_every=4)
+WHOLE = tiny(dropout=0.1, steps=12, eval_every=12, bleu_sentences=0, checkpoint_every=4)
 STEPS = no_evaluation(WHOLE)
 ONE_PROCESS = jax.devices()[:2]  # of the runs to compare with
 

@@ -60,7 +60,9 @@ def test_interruptions_do_not_change_the_averaged_checkpoints(
 
 
 EVALUATED = changed(
-    tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0, keep_checkpoints=1, average=1),
+    tiny(
+        steps=6, eval_every=3, checkpoint_every=6, bleu_sentences=0, keep_checkpoints=1, average=1
+    ),
     data={"test": PairsConfig()},
 )
 
@@ -244,7 +246,7 @@ def test_a_failed_evaluation_loses_no_steps(
 def test_another_dev_set_resets_the_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny(steps=4, eval_every=2, checkpoint_every=2, bleu_every=0)
+    config = tiny(steps=4, eval_every=2, checkpoint_every=2, bleu_sentences=0)
     config = changed(config, data={"test": PairsConfig()})
     found = iter([3.0, 2.0, 6.0, 4.0, 4.0, 5.0])  # the resumed step is evaluated again
     monkeypatch.setattr(Evaluator, "dev", lambda *_, **__: (dev_figures(next(found)), ""))

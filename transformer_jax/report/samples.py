@@ -31,7 +31,7 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
 
 
 def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
-    """Read evenly spaced lines from the part of the dev set that BLEU is measured on."""
+    """Read evenly spaced lines from the part of the dev set that has BLEU, or from all of it."""
     from transformer_jax import read_pairs
 
     if not number:
@@ -40,6 +40,6 @@ def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
     if not data.dev.is_given:
         run.problems.append("The run has no dev set to translate.")
         return []
-    lines = islice(read_pairs(data.dev, data.root), first)
+    lines = islice(read_pairs(data.dev, data.root), first or None)
     pairs = [pair for pair in lines if all(map(str.strip, pair))]
     return pairs[:: -(-len(pairs) // number)][:number] if pairs else []

@@ -65,21 +65,19 @@ class Evaluator:
         batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
         return BatchPlan(corpus, batch, seed=0)
 
-    def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
-        """Compute dev-set metrics (``dev_loss``, ...) and format a sample translation.
+    def dev(self, parameters: Parameters) -> tuple[dict[str, Any], str]:
+        """Compute dev-set metrics (``dev_loss``, ...) and format the first pair's translation.
 
-        The sample and ``dev_bleu`` are included only if evaluation ``number`` includes BLEU.
+        Without ``training.bleu_sentences``, there is no ``dev_bleu``, and the translation is "".
         """
         assert self._dev is not None
         figures: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
-        every, pairs = self._run.config.training.bleu_every, self._run.pairs["dev"]
-        if not every or number % every:
+        if not (pairs := self._run.pairs["dev"]):
             return figures, ""
         translations = self._translate(parameters, pairs)
         tokenize = self._run.config.training.bleu_tokenize
         figures["dev_bleu"] = bleu(translations, [y for _, y in pairs], tokenize=tokenize).value
-        chosen = number * 7919 % len(pairs)
-        lines = zip(("source", "reference", "translation"), (*pairs[chosen], translations[chosen]))
+        lines = zip(("source", "reference", "translation"), (*pairs[0], translations[0]))
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
     def choose(self) -> list[AnyPath]:

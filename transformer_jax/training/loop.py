@@ -164,10 +164,9 @@ class _Loop:
     def _evaluate(self) -> bool:
         """Evaluate on the dev set. Returns True if early stopping triggers."""
         training = self._config.training
-        number = -(-self._step // training.eval_every)
         self._now(f"evaluating step {self._step}")
         parameters = self._state.parameters if self._state.ema is None else self._state.ema
-        figures, example = self._evaluator.dev(parameters, number=number)
+        figures, example = self._evaluator.dev(parameters)
         self._reporter.dev(self._step, figures, example)
         self._progress.note_evaluation(figures, training.select_by, step=self._step)
         self._meter.restart()

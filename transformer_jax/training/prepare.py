@@ -252,7 +252,7 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
                 f"data.{name} has no pairs. Check its files, or set data.{name}.kind to none."
             )
     if "dev" in pairs:
-        pairs["dev"] = pairs["dev"][: training.bleu_sentences] if training.bleu_every else []
+        pairs["dev"] = pairs["dev"][: training.bleu_sentences]
     return texts, pairs
 
 
