@@ -35,6 +35,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## train on number names for a few minutes, then translate three
+	$(RUN) examples/number_names.py --folder data/numbers
 	$(RUN) train.py --config configs/demo.py --workdir runs/demo
 	@printf '\nThree lines to translate:\n' && printf '  %s\n' $(NUMBERS)
 	@printf '%s\n' $(NUMBERS) | $(RUN) decode.py --workdir runs/demo

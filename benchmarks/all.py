@@ -3,6 +3,7 @@
     python -m benchmarks.all --data data/multi30k --output results
     python -m benchmarks.all --toy --output toy          # tiny sizes on any device, including CPUs
 
+``--toy`` reads the files that examples/number_names.py writes in data/numbers.
 ``--data`` is the folder with the text for configs/multi30k.py. Parts run one after another, the
 most important first, each in its own process. ``--output`` receives each part's results (PART.json,
 or PART/summary.json for a training run), its log (PART.log), and results.md with all tables so far.

@@ -1,4 +1,8 @@
-"""English to German number names: a few minutes of training on two CPU cores."""
+"""English to German number names: a few minutes of training on two CPU cores.
+
+Reads the files that ``python examples/number_names.py`` writes in data/numbers, or in the folder in
+--data.root.
+"""
 
 from transformer_jax.config import (
     BatchConfig,
@@ -12,6 +16,10 @@ from transformer_jax.config import (
 )
 
 
+def _pairs(split: str) -> PairsConfig:
+    return PairsConfig("text", (f"{split}.en",), (f"{split}.de",))
+
+
 def get_config() -> Config:
     """100,000 pairs of numbers below a million; small numbers occur more often.
 
@@ -22,9 +30,10 @@ def get_config() -> Config:
         model=ModelConfig(d_model=128, d_ff=512, num_heads=4, num_layers=2, dropout=0.0),
         tokenizer=TokenizerConfig(vocab_size=200),
         data=DataConfig(
-            train=PairsConfig("numbers", split="train", limit=100_000),
-            dev=PairsConfig("numbers", split="dev", limit=200),
-            test=PairsConfig("numbers", split="test", limit=1000),
+            root="data/numbers",
+            train=_pairs("train"),
+            dev=_pairs("dev"),
+            test=_pairs("test"),
             max_source_length=40,
             max_target_length=40,
         ),

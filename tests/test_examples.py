@@ -80,7 +80,9 @@ def test_a_language_model_samples_number_names(run: Callable[..., str]) -> None:
 
 
 def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> None:
-    printed = run("finetune_opus_mt", workdir=tmp_path / "opus", steps=40)
+    text = tmp_path / "text"
+    run("number_names", folder=text, train=20_000, dev=32, test=1)
+    printed = run("finetune_opus_mt", text=text, workdir=tmp_path / "opus", steps=40)
     before, after = map(float, re.findall(r"^(?:imported|tuned): chrF ([\d.]+)$", printed, re.M))
     assert after > before + 10
     with pytest.raises(SystemExit, match="opus already exists; remove it or choose another"):
@@ -88,7 +90,7 @@ def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> 
 
 
 def test_number_names(run: Callable[..., str], tmp_path: Path) -> None:
-    printed = run("number_names", folder=tmp_path / "new", train=30).splitlines()
+    printed = run("number_names", folder=tmp_path / "new", train=30, test=500).splitlines()
     counts = {"train": 30, "dev": 200, "test": 500}
     files = {
         tmp_path / "new" / f"{name}.{side}": counts[name]

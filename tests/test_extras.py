@@ -15,8 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 USES = {  # code that needs the packages of an extra
-    "demo": "from transformer_jax.data.sources import read_pairs\n"
-    "[*read_pairs(transformer_jax.PairsConfig('numbers'))]",
+    "demo": "import runpy; runpy.run_path('examples/number_names.py')",
     "tfds": "from transformer_jax.data.sources import read_pairs\n"
     "[*read_pairs(transformer_jax.PairsConfig('tfds', ('x',), (), 'a', 'b'))]",
     "paper": "import runpy; runpy.run_path('examples/paper_bleu.py')['moses']('de')",

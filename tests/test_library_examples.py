@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         # Few short sentences on one device: each length, width and device takes a compilation.
         patch.setattr(transformer_jax, "train", _train)
         patch.setattr("transformer_jax.decoding.devices.find_devices", lambda: jax.devices()[:1])
+        runpy.run_path(str(ROOT / "examples" / "number_names.py"))["main"](train=500)
         [training] = TRAINS
         training.run()
         for name in set(re.findall(r'"runs/(\w+)"', "".join(block.code for block in OTHERS))):

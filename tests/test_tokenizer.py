@@ -13,14 +13,14 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from number_names import number_names
 
-from transformer_jax.config import PairsConfig, TokenizerConfig
-from transformer_jax.data.sources import read_pairs
+from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenizer import Tokenizer
 
-PAIRS = tuple(read_pairs(PairsConfig(kind="numbers", limit=2000)))
+PAIRS = tuple(number_names("train", 2000))
 SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))
 # Words of random syllables, which have many plausible segmentations.
 _generator = random.Random(0)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from number_names import number_files
 
 from transformer_jax.config import Config
 from transformer_jax.config_io import flatten, load_config_file, to_json
@@ -66,8 +67,12 @@ def test_help_fits_the_terminal(
         assert max(map(len, help_on().splitlines())) <= width
 
 
+FILES = number_files(100)
 TRAIN = "--data.train.source long --data.train.target long"
-NUMBERS = "--data.train.kind numbers --data.train.limit 100 --tokenizer.vocab-size 150"
+NUMBERS = (
+    f"--data.train.source {FILES.source[0]} --data.train.target {FILES.target[0]} "
+    "--tokenizer.vocab-size 150"
+)
 TOO_LARGE = "99999999999999999999"
 
 # Flags of train.py besides --workdir, and a regular expression for the message.

@@ -205,9 +205,9 @@ class TokenizerConfig(Section, prefix="tokenizer."):
 class PairsConfig(Section):
     """One dataset of sentence pairs."""
 
-    kind: Literal["text", "tfds", "numbers", "none"] = "text"
-    """Parallel text files, a dataset from TensorFlow Datasets, generated number names, or no data.
-    Files ending in .gz are decompressed as they are read."""
+    kind: Literal["text", "tfds", "none"] = "text"
+    """Parallel text files, a dataset from TensorFlow Datasets, or no data. Files ending in .gz are
+    decompressed as they are read."""
     source: tuple[str, ...] = ()
     """text: source-language files. tfds: one dataset name, such as wmt14_translate/de-en. A file
     name can be a URL or a glob, such as train-*.en.gz or s3://bucket/train-*.en.gz. A glob expands
@@ -220,29 +220,26 @@ class PairsConfig(Section):
     target_field: str = ""
     """tfds: field with the target text (for example de)."""
     split: str = "train"
-    """tfds: split name. numbers: train, dev or test, which do not overlap."""
+    """tfds: split name."""
     limit: Positive | None = None
-    """Use only this many pairs, from the start; None: all. numbers: number of pairs to generate
-    (None: 100,000 for train, all 10,000 for dev and test)."""
+    """Use only this many pairs, from the start; None: all."""
 
     def rules(self) -> Iterator[Rule]:
-        of_kind = f"for kind {self.kind!r}"
-        yield "source", self.kind != "tfds" or len(self.source) == 1, f"one dataset name {of_kind}"
+        yield (
+            "source",
+            self.kind != "tfds" or len(self.source) == 1,
+            "one dataset name for kind 'tfds'",
+        )
         yield (
             "target",
             self.kind != "text" or len(self.source) == len(self.target),
             f"{len(self.source)} files, one for each in source",
         )
-        yield (
-            "split",
-            self.kind != "numbers" or self.split in ("train", "dev", "test"),
-            f"train, dev or test {of_kind}",
-        )
 
     @property
     def is_given(self) -> bool:
-        """True if the dataset is configured. The kinds text and tfds require a source."""
-        return self.kind == "numbers" or (self.kind != "none" and bool(self.source))
+        """True if the dataset is configured."""
+        return self.kind != "none" and bool(self.source)
 
 
 @dataclass(frozen=True)

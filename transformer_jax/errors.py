@@ -32,8 +32,8 @@ def needs_extra(extra: str) -> Iterator[None]:
 
     Use it where the package is needed::
 
-        with needs_extra("demo"):
-            from num2words import num2words
+        with needs_extra("report"):
+            import jinja2
 
     Raises:
         UserError: a package is not installed. The message gives the command to install the extra.

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from number_names import number_files
 
 from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.data import corpus as corpora
@@ -28,7 +29,7 @@ from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
-NUMBERS = PairsConfig(kind="numbers", limit=3000)
+NUMBERS = number_files(3000)
 PAIRS = list(read_pairs(NUMBERS))
 TOKENIZER = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
 SIDES = ["source", "target"]
@@ -269,10 +270,9 @@ if __name__ == "__main__":
 
     corpora.tokenized = tokenized_or_killed
     tokenizer = Tokenizer.load(os.path.dirname(folder))
-    numbers = PairsConfig(kind="numbers", limit=3000)
-    build_corpus(numbers, tokenizer, DataConfig(workers=workers), folder)
+    build_corpus(NUMBERS, tokenizer, DataConfig(workers=workers), folder)
     print("built")
-"""
+""".replace("NUMBERS", repr(NUMBERS))
 
 
 def builder(tmp_path, folder, workers, chunks, program=BUILDER, **options):
@@ -454,7 +454,7 @@ def test_a_killed_worker_is_an_error(tmp_path, monkeypatch, when):
             yield chunk
 
     monkeypatch.setattr(tokenize, "_chunks", kill_workers)
-    numbers = dataclasses.replace(NUMBERS, limit=20_000)
+    numbers = number_files(20_000)
     with pytest.raises(
         UserError,
         match=r"^A tokenization process died\. If it ran out of memory, lower data\.workers\.$",

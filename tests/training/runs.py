@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import jax
 import numpy as np
+from number_names import number_files
 
 from transformer_jax.config import (
     BatchConfig,
@@ -41,9 +42,9 @@ def tiny(dropout: float = 0.0, **training: Any) -> Config:
         ),
         tokenizer=TokenizerConfig(vocab_size=150),
         data=DataConfig(
-            train=PairsConfig("numbers", limit=500),
-            dev=PairsConfig("numbers", split="dev", limit=20),
-            test=PairsConfig("numbers", split="test", limit=10),
+            train=number_files(500),
+            dev=number_files(20, "dev"),
+            test=number_files(10, "test"),
             max_source_length=24,
             max_target_length=24,
         ),

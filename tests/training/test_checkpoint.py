@@ -118,7 +118,7 @@ def test_retention_of_the_newest_and_best(checkpoints: Checkpoints, run: StepFun
 def test_retention_of_the_average_that_ends_at_the_best_step(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
-    dev = PairsConfig("numbers", split="dev")
+    dev = PairsConfig("text", ("dev.en",), ("dev.de",))
     config = changed(config, data={"dev": dev}, training={"patience": 9})
     checkpoints = _begin(tmp_path, config, tokenizer)
     for step in (1, 2, 3, 4, 5, 6):

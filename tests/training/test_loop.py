@@ -9,6 +9,7 @@ from typing import Any
 import chex
 import numpy as np
 import pytest
+from number_names import number_files, number_names
 from runs import (
     ONE,
     changed,
@@ -32,7 +33,6 @@ from transformer_jax.config import (
     TokenizerConfig,
 )
 from transformer_jax.config_io import from_json
-from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
@@ -116,7 +116,7 @@ def test_a_killed_and_stopped_run_resumes_bit_exactly(finished: Path, tmp_path: 
 
 
 def test_every_evaluation_shows_the_first_dev_pair(finished: Path) -> None:
-    [(source, reference)] = read_pairs(PairsConfig("numbers", split="dev", limit=1))
+    [(source, reference)] = number_names("dev", 1)
     printed = (finished.parent / "stderr").read_text()
     example = f"  source      {source}\n  reference   {reference}\n  translation "
     assert printed.count(example) == printed.count("dev loss") == 2
@@ -125,7 +125,7 @@ def test_every_evaluation_shows_the_first_dev_pair(finished: Path) -> None:
 @pytest.mark.devices(8)
 def test_a_run_on_eight_devices_equals_one_on_one_device(tmp_path: Path) -> None:
     """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2."""
-    test = PairsConfig("numbers", split="test", limit=3)  # each device compiles a search
+    test = number_files(3, "test")  # each device compiles a search
     config = changed(tiny(bleu_sentences=3), data={"test": test})
     several = changed(config, mesh=MeshConfig(fsdp=2, tensor=2))
     train(changed(several, training={"steps": 20}), tmp_path / "several")

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from number_names import number_files
 from runs import ONE, changed, dev_figures, entries, no_evaluation, tiny
 
 from transformer_jax.checkpoint import complete_steps, load_model, write_manifest
@@ -251,9 +252,7 @@ def test_another_dev_set_resets_the_best_checkpoint(
     found = iter([3.0, 2.0, 6.0, 4.0, 4.0, 5.0])  # the resumed step is evaluated again
     monkeypatch.setattr(Evaluator, "dev", lambda *_, **__: (dev_figures(next(found)), ""))
     assert train(config, tmp_path, devices=ONE)["best_dev_loss"] == 2.0
-    other = changed(
-        config, data={"dev": PairsConfig("numbers", split="dev", limit=7)}, training={"steps": 6}
-    )
+    other = changed(config, data={"dev": number_files(7, "dev")}, training={"steps": 6})
     summary = train(other, tmp_path, devices=ONE)
     assert (summary["best_step"], summary["best_dev_loss"]) == (6, 4.0)
     summary = train(changed(other, training={"steps": 8}), tmp_path, devices=ONE)

@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental import multihost_utils
+from number_names import number_files
 from runs import ONE, changed, no_evaluation, tiny
 
-from transformer_jax.config import PairsConfig
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import train
 from transformer_jax.training.signals import Signals
@@ -74,7 +74,7 @@ def test_a_run_stopped_by_a_signal_leaves_the_test_set_to_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = no_evaluation(tiny(steps=1))
-    test = PairsConfig("numbers", split="test", limit=3)
+    test = number_files(3, "test")
     config = changed(config, data={"test": test})
 
     def told(self: Signals, step: int) -> bool:

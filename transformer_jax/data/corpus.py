@@ -194,7 +194,7 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
     if not num_tokens["source"]:
         raise UserError(
             f"No sentence pairs remain after filtering the {num_read:,} pairs in "
-            f"{shown(text.config.source or text.config.kind)}. Check the text, or "
+            f"{shown(text.config.source)}. Check the text, or "
             "raise data.max_source_length and data.max_target_length."
         )
     manifest = {

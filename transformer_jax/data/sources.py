@@ -1,4 +1,4 @@
-"""Sentence pairs from parallel text files, TensorFlow Datasets, or generated number names.
+"""Sentence pairs from parallel text files or TensorFlow Datasets.
 
 All sources are streamed; files are never loaded into memory as a whole. Only "\\n" ends a line
 (``str.splitlines`` would also split at control characters inside sentences). One "\\r" before it is
@@ -15,20 +15,13 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, cast
-
-import numpy as np
 
 from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import find_files
 from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.storage import AnyPath, to_path
-
-_NUMBERS = 1_000_000
-_NUMBERS_HELD_OUT = 10_000  # in dev and in test, each
-_NUMBERS_DEFAULT = 100_000
 
 
 class ParallelText:
@@ -50,8 +43,6 @@ class ParallelText:
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield the (source, target) sentences in order. Raises ``UserError`` on invalid UTF-8."""
-        if self.config.kind == "numbers":
-            return _number_names(self.config.split, self.config.limit)
         pairs = self._read_tfds() if self.config.kind == "tfds" else self._read_files()
         return islice(pairs, self.config.limit)
 
@@ -65,9 +56,7 @@ class ParallelText:
         config = self.config
         fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split]
         fields += [config.limit]
-        if config.kind == "numbers":
-            fields += ["digits more often"]  # rename it when the generated pairs change
-        elif config.kind == "tfds":
+        if config.kind == "tfds":
             examples = self._tfds_examples()
             fields += [examples.dataset_info.full_name, len(examples)]
         for file in chain.from_iterable(zip(*self.files)):
@@ -194,51 +183,3 @@ def _decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
                 "or remove all invalid bytes with `iconv -c -t UTF-8`."
             ) from None
         yield text
-
-
-def _number_names(split: str, limit: int | None) -> Iterator[tuple[str, str]]:
-    """Yield English and German names of numbers below a million, in a fixed random order.
-
-    Splits do not overlap. On both sides of a pair, names start with a capital letter in half of the
-    pairs and, independently, end with a period in half of the pairs. In train, numbers below 2,000
-    come first, in all four styles, and are repeated according to Zipf's law, single digits most
-    often. There are few such numbers, but users try them first.
-    """
-    random = np.random.RandomState(0)  # its random stream never changes
-    order = random.permutation(_NUMBERS)
-    test, dev, train = np.split(order, [_NUMBERS_HELD_OUT, 2 * _NUMBERS_HELD_OUT])
-    small, large = train[train < 2000], train[train >= 2000]
-    small = np.concatenate([small, np.repeat(small, np.where(small < 10, 600, 200) // (small + 1))])
-    train = np.concatenate([np.repeat(small, 4), large])
-    numbers = {"train": train, "dev": dev, "test": test}[split]
-    styles = random.randint(4, size=_NUMBERS)[numbers]
-    if split == "train":
-        styles[: 4 * len(small)] = np.tile(np.arange(4), len(small))
-    limit = limit or _NUMBERS_DEFAULT
-    return (
-        (_styled(_name(n, "en", ", ", " and "), style), _styled(_name(n, "de", "", ""), style))
-        for n, style in zip(numbers[:limit].tolist(), styles[:limit].tolist())
-    )
-
-
-def _styled(name: str, style: int) -> str:
-    if style & 1:
-        name = name[0].upper() + name[1:]
-    return f"{name}." if style & 2 else name
-
-
-def _name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:
-    # num2words takes about 50 us per call. Joining the cached names of thousands and remainder
-    # avoids most calls.
-    rest = n % 1000
-    if n < 1000 or not rest:
-        return _words(n, language)
-    joint = before_hundreds if rest >= 100 else before_rest
-    return _words(n - rest, language) + joint + _words(rest, language)
-
-
-@cache
-def _words(n: int, language: str) -> str:
-    with needs_extra("demo"):
-        from num2words import num2words
-    return str(num2words(n, lang=language))
