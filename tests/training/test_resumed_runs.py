@@ -305,6 +305,24 @@ def test_a_full_disk_ends_only_a_run_without_checkpoints(
     assert complete_steps(tmp_path / "checkpoints") == [2, 6]
 
 
+def test_a_folder_of_another_program_is_left_intact(tmp_path: Path) -> None:
+    """Its name for settings and checkpoints may be the same."""
+    folder = tmp_path / "checkpoints" / "1000"
+    folder.mkdir(parents=True)
+    files = {tmp_path / "config.json": '{"architectures": ["T5"]}', folder / "model.bin": "weights"}
+    for path, text in files.items():
+        path.write_text(text)
+    with pytest.raises(UserError, match=r"config.json.*Unknown config field architectures"):
+        train(tiny(), tmp_path, devices=ONE)
+    assert {path: path.read_text() for path in files} == files
+
+
+def test_a_link_to_itself_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        train(tiny(), tmp_path / "loop", devices=ONE)
+
+
 def test_a_repointed_link_does_not_move_a_run(tmp_path: Path) -> None:
     """The next run may repoint ``runs/latest``."""
     config = no_evaluation(tiny(steps=2, checkpoint_every=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from transformer_jax.checkpoint import (
     newest_intact,
 )
 from transformer_jax.config import Config
-from transformer_jax.config_io import to_json
+from transformer_jax.config_io import load_config_file, to_json
 from transformer_jax.data.corpus import TEMPORARY
 from transformer_jax.distributed import from_first, together
 from transformer_jax.errors import UserError, one_line
@@ -62,7 +63,7 @@ class Workdir:
         if url:
             self.folder, self.store = cached_folder(url, "train"), remote_path(url)
         else:  # resolved, because a link can be changed during the run
-            self.folder = self.store = local_path(name).resolve()
+            self.folder = self.store = Path(os.path.realpath(local_path(name)))
             _check_name(self.folder)
         self._copies_checkpoints = bool(url) and not url.startswith("gs://")
         if self._copies_checkpoints and jax.process_count() > 1:
@@ -211,7 +212,9 @@ def claimed(
             )
         newest = newest_intact(workdir.checkpoints)
         if newest is None:
-            write_atomically(folder / "config.json", to_json(config))
+            if (path := folder / "config.json").exists():
+                load_config_file(path)  # raises an error if another program wrote it
+            write_atomically(path, to_json(config))
         else:
             # the checkpoint's own config, because config.json can have been edited
             theirs = config_of(workdir.checkpoints / checkpoint_name(newest))
