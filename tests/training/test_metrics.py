@@ -39,6 +39,13 @@ def test_tensorboard_curves(tmp_path: Path) -> None:
     }
 
 
+def test_a_corrupt_line_is_dropped(tmp_path: Path) -> None:
+    line = b'{"kind": "train", "step": 1}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(line + b'{"kind": \xff\n' + line)
+    Reporter(tmp_path, steps=9, start_step=3).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == 2 * line
+
+
 def test_a_full_disk_loses_entries_but_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -193,7 +193,7 @@ def _truncate(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             entry = json.loads(line)
             if (entry["step"], entry["kind"] == "dev") <= (last_step, False):
