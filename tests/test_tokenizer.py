@@ -191,11 +191,13 @@ def test_a_vocabulary_smaller_than_the_alphabet():
 
 
 @pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("pairs", [(), (("", " "),), (("\x01", "\x02"),)])
-def test_empty_training_text(joint, pairs):
+@pytest.mark.parametrize(
+    "pairs", [(), (("", " "),), (("\x01", "\x02"),), (("a " * 2097, "b " * 2097),)]
+)
+def test_a_training_text_without_usable_lines(joint, pairs):
     with pytest.raises(
         UserError,
-        match=r"SentencePiece cannot learn .* training text",
+        match=r"SentencePiece, which skips empty lines and .* 4,192 bytes, cannot .* training text",
     ):
         train(joint=joint, pairs=pairs)
 

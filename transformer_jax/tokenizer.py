@@ -190,8 +190,8 @@ def _learn(lines: Iterable[str], config: TokenizerConfig) -> bytes:
         )
     except RuntimeError as error:
         raise UserError(
-            f"SentencePiece cannot learn {config.vocab_size} tokens (tokenizer.vocab_size) from "
-            "the training text with tokenizer.character_coverage = "
-            f"{config.character_coverage}: {error}"
+            "SentencePiece, which skips empty lines and lines of more than 4,192 bytes, cannot "
+            f"learn {config.vocab_size} tokens (tokenizer.vocab_size) from the training text with "
+            f"tokenizer.character_coverage = {config.character_coverage}: {error}"
         ) from None
     return model.getvalue()
