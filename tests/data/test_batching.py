@@ -295,6 +295,11 @@ LONG = make_corpus(np.array([5, 30]), np.array([5, 40]))
     [
         (LONG, {"tokens": 319}, r"batch.tokens is 319; expected at least 320.*8 rows of 40"),
         (
+            make_corpus(np.array([[10**6]]), np.array([[10**6]])),  # too long to count all lengths
+            {},
+            "batch.tokens is 25000; expected at least 8000000",
+        ),
+        (
             LONG,
             {"layout": "packed", "row_length": 39},
             "batch.row_length is 39; expected at least 40, ",

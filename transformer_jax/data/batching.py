@@ -71,6 +71,8 @@ class BatchPlan:
             buckets = [((S, T), np.arange(num_rows).reshape(batches, B))]
         else:
             row_N, num_rows = np.arange(N), N + 1  # the last row is empty
+            S, T = lengths_2N.max(1).tolist()
+            batch_rows(S, T, *limits)  # an error before choose_widths needs S x T x 8 bytes
             widths = choose_widths(lengths_2N, config.buckets, config.tokens)
             buckets = fill_buckets(lengths_2N, widths, *limits)
         self._rows = _grouped(row_N, num_rows)
