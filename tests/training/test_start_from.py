@@ -109,7 +109,8 @@ def test_another_model_shape_is_an_error_before_the_text_is_read(
     wrong = changed(config, model={"d_model": 32, "dropout": 0.3})
     with pytest.raises(
         UserError,
-        match=r"model settings differ from this run's.*\n  model.d_model: 16 in .*, 32 now$",
+        match=r"model settings differ from this run's. Use --config \S+/run\. .*"
+        r"\n  model.d_model: 16 in .*, 32 now$",
     ):
         train(wrong, tmp_path / "run", devices=ONE)
     assert not (tmp_path / "run" / "corpus").exists()

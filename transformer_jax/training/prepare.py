@@ -338,7 +338,7 @@ def _start_checkpoints(config: Config) -> list[Path]:
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
             f"training.start_from is {name!r}, but its model settings differ from this run's. "
-            f"Use --config {name}/config.json. {fields_that_differ(fixed)}"
+            f"Use --config {name}. {fields_that_differ(fixed)}"
         )
     return chosen
 
