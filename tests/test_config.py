@@ -100,6 +100,10 @@ def test_every_field_has_a_docstring_for_help() -> None:
             "training.steps is 100000000000000000000; expected a positive number below 2.31",
         ),
         (lambda: TrainingConfig(steps=10**6000), "training.steps is a number too long to print"),
+        (
+            lambda: TrainingConfig(select_by="bleu", bleu_sentences=0),
+            "select_by is 'bleu'; expected 'loss', because training.bleu_sentences is 0",
+        ),
         (lambda: TrainingConfig(r_drop=10**400), "training.r_drop is 1000.*00; expected a finite"),
         (lambda: MeshConfig(data=0), "mesh.data is 0; expected -1 or a positive number"),
         (
@@ -151,6 +155,7 @@ def test_invalid_values(make: object, message: str) -> None:
             '{"data": {"train": {"source": [1]}}}',
             r"source is \(1,\); expected a tuple with each item str",
         ),
+        ('{"seed": {"x": 1}}', "seed is {'x': 1}; expected int"),
     ],
 )
 def test_invalid_values_in_json(text: str, message: str) -> None:
@@ -219,6 +224,14 @@ def test_a_config_file_is_plain_python(tmp_path: Path) -> None:
         "    return Config(seed=3)"
     )
     assert load_config_file(path) == Config(seed=3)
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from transformer_jax import Config\n\n"
+        "@dataclass\nclass Sizes:\n    seed: int = 4\n\n"
+        "def get_config() -> Config:\n    return Config(seed=Sizes().seed)"
+    )
+    assert load_config_file(path) == Config(seed=4)
 
 
 def test_recipes_are_found_by_name_from_any_folder(

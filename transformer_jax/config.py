@@ -364,6 +364,11 @@ class TrainingConfig(Section, prefix="training."):
             self.average == "auto" or self.average <= self.keep_checkpoints,
             f"at most training.keep_checkpoints = {self.keep_checkpoints}",
         )
+        yield (
+            "select_by",
+            self.select_by == "loss" or self.bleu_sentences > 0,
+            "'loss', because training.bleu_sentences is 0",
+        )
 
     @property
     def most_averaged(self) -> int:

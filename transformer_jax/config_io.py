@@ -122,7 +122,7 @@ def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
                 f"Unknown config field {prefix}{name}; expected one of {', '.join(sections)}. If "
                 "an earlier version of transformer_jax wrote the file, rename or remove the field."
             )
-        if isinstance(value, dict):
+        if isinstance(value, dict) and dataclasses.is_dataclass(sections[name]):
             value = _build(sections[name], value, f"{prefix}{name}.")
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return section(**arguments)
