@@ -10,6 +10,7 @@ from runs import entries
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from transformer_jax import storage
 from transformer_jax.training.reporting import Reporter
 
 
@@ -64,3 +65,15 @@ def test_a_full_disk_loses_entries_but_does_not_end_the_run(
     assert (
         len(entries(tmp_path)) == 100 and events(tmp_path)[-1].summary.value[0].simple_value == 2.0
     )
+
+
+def test_the_error_of_a_full_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage.os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*config\.json'"):
+        storage.write_atomically(tmp_path / "config.json", "{}")
+    assert not list(tmp_path.iterdir())
