@@ -226,9 +226,15 @@ def write_manifest(
 def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
     """Return the contents of a checkpoint's manifest, empty if it is not JSON."""
     try:
-        return json.loads((checkpoint / MANIFEST).read_text())  # type: ignore[no-any-return]
+        content = json.loads((checkpoint / MANIFEST).read_text())
     except ValueError:
         return {}
+    if "progress.json" in content:
+        raise UserError(
+            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax and is no "
+            "longer supported. Load it with load_model from commit ef0d56b."
+        )
+    return content  # type: ignore[no-any-return]
 
 
 def delete_checkpoint(checkpoint: AnyPath) -> None:

@@ -325,8 +325,11 @@ def test_folders_without_usable_checkpoints(tmp_path: Path) -> None:
         load_model(tmp_path)
     folder = tmp_path / "checkpoints" / "00000005"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text('{"config": {}}')
-    with pytest.raises(UserError, match="00000005 is corrupt: manifest.json has changed"):
+    (folder / "manifest.json").write_text('{"config.json": [1, 2], "progress.json": [3, 4]}')
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"00000005.*earlier version.*load_model from commit ef0d56b"
+    ):
         load_model(tmp_path)
 
 
