@@ -29,6 +29,7 @@ RULES = {
     "everything suppressed": {"suppress": tuple(range(1, 11))},
     "unigrams": {"no_repeat_ngram": 1},
     "bigrams": {"no_repeat_ngram": 2},
+    "n-grams longer than any translation": {"no_repeat_ngram": 2**31 - 1},
     "trigrams, prefix that repeats them": {"no_repeat_ngram": 3, "prefix": (3, 3, 3, 3)},
     "all": {
         "length_penalty": 1.2,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -69,8 +70,9 @@ def _ends_of_repeats(tokens_RL: Array, position_R: Array, n: int) -> Array:
     length = tokens_RL.shape[1]
     index_L = jnp.arange(length)
     repeats_RL = (index_L[None] >= n - 1) & (index_L[None] < position_R[:, None])
-    for back in range(1, n):
+
+    def narrowed(back: Array, repeats_RL: Array) -> Array:
         last_R1 = jnp.take_along_axis(tokens_RL, jnp.maximum(position_R - back, 0)[:, None], axis=1)
-        earlier_RL = jnp.pad(tokens_RL, ((0, 0), (back, 0)))[:, :length]
-        repeats_RL &= earlier_RL == last_R1
-    return repeats_RL
+        return repeats_RL & (jnp.roll(tokens_RL, back, axis=1) == last_R1)
+
+    return jax.lax.fori_loop(1, min(n, length), narrowed, repeats_RL)
