@@ -138,6 +138,7 @@ def test_output_formats(draw):
         (["--layers", "0"], "layer is 0; expected 1 to 3, or -1 (the last) to -3."),
         (["--text", "  "], "text is '  '; expected a sentence."),
         (["--output", "a.bmp"], "output is 'a.bmp': Format 'bmp' is not supported"),
+        (["--output", "a"], "output is 'a': Format '' is not supported"),
         (["--output", "no/folder/a.svg"], "'no/folder/a.svg'"),
     ],
 )

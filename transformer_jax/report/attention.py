@@ -170,7 +170,7 @@ def save_picture(figure: Figure, output: str | Path) -> None:
         if str(output).endswith(".svg"):
             warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         try:
-            figure.savefig(output, dpi=150)
+            figure.savefig(output, dpi=150, format=Path(output).suffix[1:])
         except ValueError as error:
             raise UserError(f"output is {str(output)!r}: {error}") from None
 
