@@ -219,6 +219,8 @@ def test_a_missing_dev_set_is_reported(report, run, monkeypatch):
             "expected a work directory written by train.py",
         ),
         (["--workdir", ".", "--output", "a.html", "--samples", "-1"], "expected 0 or more"),
+        (["--workdir", "--output", "a.html"], "expected one or more work directories"),
+        (["--workdir", ".", "--output", ".", "--samples", "0"], "error: '"),
     ],
 )
 def test_invalid_flags_are_errors(flags, said, tmp_path, monkeypatch, capsys):

@@ -136,7 +136,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path`` once it is completely written to disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         with temporary.open("wb") as file:
             yield file
