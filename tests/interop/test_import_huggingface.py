@@ -336,6 +336,7 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
             "config.json' cannot be read .* expected a file from a Hugging Face .* hf download",
         ),
         (_write("config.json", "{"), "config.json' cannot be read"),
+        (_write("vocab.json", '["a"]'), "vocab.json' cannot be read"),
         (_remove("generation_config.json"), "generation_config.json' cannot be read"),
         (_remove("source.spm"), "No such file or directory: .*source.spm'"),
         (_write("target.spm", "not a model"), "target.spm.* is not a SentencePiece model"),

@@ -186,8 +186,8 @@ def _read_tensors(folder: Path) -> Weights:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, TypeError, ValueError) as error:
         raise _not_read(file, error) from None
 
 
