@@ -147,7 +147,7 @@ def test_a_corrupt_checkpoint_is_named_and_another_can_be_chosen(decode, workdir
     for folder in (copy, copy / "checkpoints" / "00000030"):
         status, out, err = decode(folder=folder)
         assert (status, out) == (2, "") and err.count("error: ") == 1
-        assert "00000030 is corrupt: manifest.json has changed since it was saved" in err
+        assert "00000030 is corrupt: manifest.json is missing or has changed since" in err
         assert "Pass the folder of another checkpoint." in err
     older = Path("checkpoints", "00000020")
     one, other = (decode(folder=folder / older)[:2] for folder in (copy, workdir))

@@ -211,6 +211,9 @@ def test_loading_a_missing_or_corrupt_tokenizer(tmp_path):
             UserError, match=r"tokenizer\.model' is not a SentencePiece model or is corrupt"
         ):
             Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.vocab.json").write_text("[")
+    with pytest.raises(UserError, match=r"vocab\.json' is corrupt .* restore it from a backup"):
+        Tokenizer.load(tmp_path)
 
 
 def test_an_existing_model_is_used(tmp_path):

@@ -224,10 +224,10 @@ def write_manifest(
 
 
 def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
-    """Return the contents of a checkpoint's manifest, empty if it is not JSON."""
+    """Return the contents of a checkpoint's manifest, empty if it is missing or not JSON."""
     try:
         content = json.loads((checkpoint / MANIFEST).read_text())
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return {}
     if "progress.json" in content:
         raise UserError(
@@ -266,7 +266,7 @@ def corruption(checkpoint: AnyPath) -> str:
     """Return the reason a checkpoint is corrupt, or an empty string if it is intact."""
     content = _manifest(checkpoint)
     if content.pop("checksum", None) != zlib.crc32(json.dumps(content).encode()):
-        return f"{MANIFEST} has changed since it was saved"
+        return f"{MANIFEST} is missing or has changed since it was saved"
     for name, checksum in content["files"].items():
         try:
             if _checksum(checkpoint / name) != checksum:

@@ -81,7 +81,12 @@ class Tokenizer:
         directory = Path(directory)
         names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
         vocabulary = directory / _VOCABULARY
-        tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
+        try:
+            tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
+        except ValueError as error:
+            raise UserError(
+                f"{str(vocabulary)!r} is corrupt ({error}); restore it from a backup."
+            ) from None
         return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import chex
@@ -206,6 +207,16 @@ def test_loading_a_corrupt_checkpoint_fails_and_training_resumes_from_an_older_o
     assert int(state.step) == step == 1
     assert "00000002 is corrupt" in caplog.text
     assert checkpoints.steps() == [1]
+
+
+def test_a_deleted_checkpoint_of_an_average_is_named(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
+) -> None:
+    _save(checkpoints, run, 1, 2)
+    _choose(tmp_path, 2, 1)
+    shutil.rmtree(checkpoints.folder / "00000001")
+    with pytest.raises(UserError, match=r"00000001 is corrupt: manifest.json is missing or has"):
+        load_model(tmp_path)
 
 
 def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
