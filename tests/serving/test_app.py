@@ -373,9 +373,10 @@ def strict(translator):
 
 
 def test_limits_are_reported(strict: Server) -> None:
-    reply = strict.ask(q=["one"] * 5)
-    assert reply.status == 413 and "5 sentences; expected at most 4" in reply.json["error"]
-    assert reply.json["limit"] == 4
+    for q, what in (("one\n" * 5, "sentences"), ([""] * 5, "texts")):
+        reply = strict.ask(q=q)
+        assert reply.status == 413 and f"5 {what}; expected at most 4" in reply.json["error"]
+        assert reply.json["limit"] == 4
 
     reply = strict.ask(q="one", source="auto")
     assert reply.status == 400 and "expected a source language" in reply.json["error"]

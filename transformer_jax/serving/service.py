@@ -147,6 +147,7 @@ class Service:
         _refuse_above(
             self.max_characters, sum(map(len, [*query.texts, query.prefix])), "characters"
         )
+        _refuse_above(self.max_queue, len(query.texts), "texts")
         tags, cuts = [], []
         for text in query.texts:
             model.translator.check(Request(text, query.prefix))
