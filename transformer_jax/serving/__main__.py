@@ -87,7 +87,7 @@ def _listen(arguments: Arguments) -> socket.socket:
     """Bind the port before models are loaded, so that a port in use is reported immediately."""
     try:
         family, *_, address = socket.getaddrinfo(
-            arguments.host, arguments.port, type=socket.SOCK_STREAM
+            os.fsencode(arguments.host), arguments.port, type=socket.SOCK_STREAM
         )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
