@@ -90,6 +90,7 @@ def test_every_field_has_a_docstring_for_help() -> None:
             lambda: DecodingConfig(length_penalty=float("inf")),
             "length_penalty is inf; expected a finite number",
         ),
+        (lambda: DecodingConfig(length_offset=1e39), "length_offset is 1e.39; expected a finite"),
         (lambda: DecodingConfig(seed=-1), "decoding.seed is -1; expected a number from 0 to"),
         (
             lambda: TrainingConfig(average=9, keep_checkpoints=5),

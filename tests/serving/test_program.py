@@ -91,6 +91,8 @@ def test_ports_in_use_and_missing_checkpoints_are_errors(workdir, tmp_path, caps
         port = taken.getsockname()[1]
         assert program.main(["--workdir", str(workdir), "--port", str(port)]) == 2
     assert "Address already in use. Expected a free port (--port)" in capsys.readouterr().err
+    assert program.main(["--workdir", str(workdir), "--host", "my..host"]) == 2
+    assert "Cannot listen on my..host port 8000: " in capsys.readouterr().err
     empty = only_config(workdir, tmp_path / "empty")
     port = free_port()
     assert program.main(["--workdir", str(empty), "--port", str(port)]) == 2

@@ -138,6 +138,8 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
         files = dataclasses.replace(files, window=1)
     if files.window is not None:
         search = dataclasses.replace(search, batch_size=min(search.batch_size, files.window))
+    if results.alignments == "soft" and files.format == "text":
+        raise UserError("alignments is 'soft'; expected 'hard', or --format jsonl for matrices.")
     if evaluation.score is not None:
         results = dataclasses.replace(results, nbest=1, token_scores=True)
     if search.method == "sample":
@@ -184,7 +186,7 @@ def decode(argv: Sequence[str]) -> None:
     answers = _load(arguments)
     sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers
     records = read_records(
-        files.input or sys.stdin.buffer,
+        sys.stdin.buffer if files.input is None else files.input,
         files.format,
         files.text_field,
         shard=shard,
