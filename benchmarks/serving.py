@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from http.client import HTTPConnection
 from itertools import cycle
@@ -55,17 +55,17 @@ def load(port: int, lines: list[tuple[str, str]], clients: int, seconds: float) 
     begin = time.perf_counter()
 
     def client(_: int) -> None:
-        connection = HTTPConnection("127.0.0.1", port)
-        for line, expected in shared:
-            start = time.perf_counter()
-            if start > begin + seconds:
-                break
-            body = json.dumps({"q": line, "source": "en", "target": "de", "split": False})
-            connection.request("POST", "/translate", body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = json.loads(response.read()).get("translatedText")
-            times.append(1e3 * (time.perf_counter() - start))
-            faults["differ" if response.status == 200 else "errors"] += text != expected
+        with closing(HTTPConnection("127.0.0.1", port)) as connection:
+            for line, expected in shared:
+                start = time.perf_counter()
+                if start > begin + seconds:
+                    break
+                body = json.dumps({"q": line, "source": "en", "target": "de", "split": False})
+                connection.request("POST", "/translate", body, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                text = json.loads(response.read()).get("translatedText")
+                times.append(1e3 * (time.perf_counter() - start))
+                faults["differ" if response.status == 200 else "errors"] += text != expected
 
     with ThreadPoolExecutor(clients) as threads:
         list(threads.map(client, range(clients)))

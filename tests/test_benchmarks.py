@@ -5,6 +5,10 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,13 @@ from flax import nnx
 from random_models import lines_of_words, make_model, train_tokenizer, write_run
 
 from benchmarks import all as all_parts
-from benchmarks import attention
+from benchmarks import attention, in_turn
 from benchmarks.all import Part, Program
 from benchmarks.chart import COLORS, chart, comparisons
 from benchmarks.in_turn import markdown, measure
 from benchmarks.train import torch_loss
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig
+from transformer_jax.decoding.program import decode
 from transformer_jax.interop.pytorch import to_torch
 from transformer_jax.model.attention import attention_mask
 from transformer_jax.model.transformer import Transformer
@@ -48,6 +53,52 @@ def benchmark(folder: Path, name: str, *flags: str) -> dict[str, dict[str, Any]]
     table = json.loads(output.read_text())["table"]
     assert markdown(table) in done.stdout
     return table
+
+
+class InTurn:
+    """Stands in for the process of one engine, which would import all libraries again."""
+
+    engine: Any = None
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> "InTurn":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, function: Callable[..., Any], *given: Any) -> Future[Any]:
+        in_turn._engine = self.engine
+        done: Future[Any] = Future()
+        done.set_result(function(*given))
+        self.engine = in_turn._engine
+        return done
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """As ``benchmark``, with its engines and decode.py in this process if that runs on CPUs."""
+    if jax.default_backend() != "cpu":
+        return partial(benchmark, tmp_path)
+    run = subprocess.run
+
+    def run_here(command: list[str], **settings: Any) -> Any:
+        return decode(command[2:]) if command[1] == "decode.py" else run(command, **settings)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # benchmarks set both
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(in_turn, "ProcessPoolExecutor", InTurn)
+    monkeypatch.setattr(subprocess, "run", run_here)
+
+    def benchmark_here(name: str, *flags: str) -> dict[str, dict[str, Any]]:
+        (tmp_path / "tiny.py").write_text(RECIPE)
+        output = tmp_path / "report.json"
+        monkeypatch.setattr(sys, "argv", [name, "--rounds", "1", "--output", str(output), *flags])
+        import_module(f"benchmarks.{name}").main()
+        return json.loads(output.read_text())["table"]
+
+    return benchmark_here
 
 
 def test_ratios_compare_runs_of_the_same_round() -> None:
@@ -78,11 +129,13 @@ def test_training(tmp_path: Path) -> None:
     assert table["against"]["compiling, s"] > 0
 
 
-def test_decoding_agrees_with_other_engines(tmp_path: Path) -> None:
+def test_decoding_agrees_with_other_engines(
+    tmp_path: Path, here: Callable[..., dict[str, Any]]
+) -> None:
     pytest.importorskip("ctranslate2")
     small = ["--config", str(tmp_path / "tiny.py"), "--sentences", "6", "--batch-sizes", "1"]
     small += ["--beam-size", "1"]  # with a beam, engines differ in how a forced length ends
-    table = benchmark(tmp_path, "decode", *small)
+    table = here("decode", *small)
     names = ("ours", "ctranslate2", "ctranslate2_int8", "huggingface")
     assert set(table) == {f"batch 1, {name}" for name in names}
     for figures in table.values():
@@ -91,7 +144,9 @@ def test_decoding_agrees_with_other_engines(tmp_path: Path) -> None:
         assert table[f"batch 1, {name}"]["same"] == "6 of 6"
 
 
-def test_serving_and_decoding_of_a_trained_model(tmp_path: Path) -> None:
+def test_serving_and_decoding_of_a_trained_model(
+    tmp_path: Path, here: Callable[..., dict[str, Any]]
+) -> None:
     pytest.importorskip("fastapi")
     tokenizer, workdir = train_tokenizer(lines_of_words(40)), tmp_path / "run"
     workdir.mkdir()
@@ -106,14 +161,14 @@ def test_serving_and_decoding_of_a_trained_model(tmp_path: Path) -> None:
     lines.write_text("".join(f"{line}\n" for line in lines_of_words(6)))
     given = ["--workdir", str(workdir), "--input", str(lines)]
     few = ["--", "--batch-size", "8"]
-    table = benchmark(tmp_path, "serving", *given, "--clients", "2", "--seconds", "0.3", *few)
+    table = here("serving", *given, "--clients", "2", "--seconds", "0.3", *few)
     for name in ("ours, 2 clients, mixed", "ours, 2 clients, alike"):
         figures = table[name]
         assert figures["lines"] > 2 and 0 < figures["p50 ms"] <= figures["p95 ms"]
         assert not figures["differ"] and "errors" not in figures
     assert table["decode.py"]["lines"] == 6
     batch = ["--batch-sizes", "4", "--engines", "ours"]
-    assert benchmark(tmp_path, "decode", *given, *batch)["batch 4, ours"]["same"] == "6 of 6"
+    assert here("decode", *given, *batch)["batch 4, ours"]["same"] == "6 of 6"
 
 
 def test_corpus_and_plan(tmp_path: Path) -> None:
