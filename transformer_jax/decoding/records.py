@@ -69,6 +69,27 @@ class Translation:
     alignment: Alignment | None = field(default=None, compare=False)
     """Alignment from ``Scorer.align``."""
 
+    def fields(
+        self, token_scores: bool = False, alignments: Literal["hard", "soft"] | None = None
+    ) -> dict[str, Any]:
+        """Return JSON fields, with numbers rounded to four decimals: ``translation``, ``score`` and
+        ``log_prob``. ``token_scores`` and ``alignments`` add fields as in ``Results``.
+        """
+        fields: dict[str, Any] = {"translation": self.text}
+        fields |= {"score": _number(self.score), "log_prob": _number(self.log_prob)}
+        soft, found = alignments == "soft", self.alignment
+        if token_scores or soft:
+            fields["tokens"] = [*self.tokens, "</s>"] if self.length else []
+        if token_scores:
+            fields["token_scores"] = list(map(_number, self.token_log_probs))
+        if soft:
+            rows = found.weights_TS.tolist() if found else []
+            fields["source_tokens"] = found.source if found else ()
+            fields["alignment"] = [list(map(_number, row)) for row in rows]
+        elif alignments:
+            fields["alignment"] = found.hard() if found else ""
+        return fields
+
 
 def check_text(text: object, name: str) -> None:
     """Raise ``UserError`` unless ``text`` is a string of valid Unicode."""
@@ -196,25 +217,9 @@ class Results(Section):
         translation, split at whitespace and counting from 0. A soft alignment is a matrix with a
         row for each of ``tokens`` and a column for each of ``source_tokens``, EOS included.
         """
-        fields = list(map(self._fields, translations))
+        fields = [t.fields(self.token_scores, self.alignments) for t in translations]
         hypotheses = {"hypotheses": fields} if self.nbest > 1 else {}
         return [json.dumps({**record.fields, **fields[0], **hypotheses}, ensure_ascii=False)]
-
-    def _fields(self, t: Translation) -> dict[str, Any]:
-        fields: dict[str, Any] = {"translation": t.text}
-        fields |= {"score": _number(t.score), "log_prob": _number(t.log_prob)}
-        soft, found = self.alignments == "soft", t.alignment
-        if self.token_scores or soft:
-            fields["tokens"] = [*t.tokens, "</s>"] if t.length else []
-        if self.token_scores:
-            fields["token_scores"] = list(map(_number, t.token_log_probs))
-        if soft:
-            rows = found.weights_TS.tolist() if found else []
-            fields["source_tokens"] = found.source if found else ()
-            fields["alignment"] = [list(map(_number, row)) for row in rows]
-        elif self.alignments:
-            fields["alignment"] = found.hard() if found else ""
-        return fields
 
 
 def _number(x: float) -> float | None:

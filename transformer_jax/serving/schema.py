@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from transformer_jax import Translation
 
 CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded"
-
-
-def _rounded(x: float) -> float | None:
-    return round(x, 4) if math.isfinite(x) else None  # JSON has no infinities
-
-
-Rounded = Annotated[float | None, BeforeValidator(_rounded)]
 
 
 class Query(BaseModel):
@@ -50,26 +42,18 @@ class Hypothesis(BaseModel):
     """A translation of a sentence, in the format of ``decode.py --format jsonl``."""
 
     translation: str
-    score: Rounded
-    log_prob: Rounded
+    score: float | None
+    log_prob: float | None
     tokens: list[str]
-    token_scores: list[Rounded]
+    token_scores: list[float | None]
     source_tokens: list[str] | None = None
-    alignment: list[list[Rounded]] | None = None
+    alignment: list[list[float | None]] | None = None
 
     @classmethod
     def of(cls, t: Translation, **more: Any) -> Self:
         """Convert a ``Translation``, adding ``more`` fields."""
-        return cls(
-            translation=t.text,
-            score=t.score,
-            log_prob=t.log_prob,
-            tokens=[*t.tokens, "</s>"] if t.length else [],
-            token_scores=list(t.token_log_probs),
-            source_tokens=t.alignment and list(t.alignment.source),
-            alignment=t.alignment and t.alignment.weights_TS.tolist(),
-            **more,
-        )
+        fields = t.fields(token_scores=True, alignments="soft" if t.alignment else None)
+        return cls(**fields, **more)
 
 
 class Sentence(Hypothesis):
