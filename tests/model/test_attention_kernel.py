@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import chex
 import jax
@@ -179,21 +178,26 @@ def _kernels(attention: Callable[..., Any], *arrays: jax.Array, platform: str = 
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_the_kernel_is_selected_for_bfloat16_without_attention_dropout() -> None:
-    q, k, v, _ = _inputs(50, 24, 64, 64, jnp.bfloat16)
-    inputs = q, k, v, np.ones((2, 1, 50, 24), bool)
+    layer = MultiHeadAttention(128, 2, dropout=0.1, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    queries, memory = (np.ones((2, length, 128), jnp.bfloat16) for length in (50, 24))
+    inputs = queries, memory, np.ones((2, 1, 50, 24), bool)
 
-    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Any:
+    def gradients(queries: jax.Array, memory: jax.Array, mask: jax.Array) -> Any:
         def total(*arrays: jax.Array) -> jax.Array:
-            return dot_product_attention(*arrays, mask).astype(jnp.float32).sum()
+            return layer(*arrays, mask).astype(jnp.float32).sum()
 
-        return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+        return jax.grad(total, argnums=(0, 1))(queries, memory)
 
-    assert _kernels(dot_product_attention, *inputs) == 1
+    def with_weights(*arrays: jax.Array) -> Any:
+        sowing = nnx.clone(layer)
+        sowing.sow_weights = True
+        return nnx.capture(sowing, nnx.Intermediate)(*arrays)
+
+    assert _kernels(layer, *inputs) == 1
     assert _kernels(gradients, *inputs) == 1  # the result itself is not needed
-    assert _kernels(partial(dot_product_attention, module=mock.Mock()), *inputs) == 0
-    drop = partial(dot_product_attention, dropout_rate=0.1, dropout_key=jax.random.key(0))
-    assert _kernels(drop, *inputs) == 0
-    assert _kernels(dot_product_attention, *inputs, platform="cpu") == 0
+    assert _kernels(partial(layer, dropout_key=jax.random.key(0)), *inputs) == 0
+    assert _kernels(layer, *inputs, platform="cpu") == 0
+    assert _kernels(with_weights, *inputs) == 0
 
 
 def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> bool:
@@ -250,9 +254,13 @@ def test_kernels_are_selected_by_length_width_dtype_and_devices(
 @pytest.mark.usefixtures("on_a_gpu")
 def test_cpu_computations_on_a_gpu_machine_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = attention_mask(_packed(24), _packed(24))
-    inputs = _inputs(24, 24, 16, 16, jnp.bfloat16)
-    chosen = _with_gradients(jax.jit(dot_product_attention), mask, inputs)
+    layer = MultiHeadAttention(32, 2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x, _, _, cotangent = (x.reshape(2, 24, 32) for x in _inputs(24, 24, 16, 16, jnp.bfloat16))
+
+    def compute() -> list[np.ndarray]:
+        return with_gradients(jax.jit(lambda x: layer(x, mask_BHTS=mask)), [x], cotangent)
+
+    chosen = compute()
     monkeypatch.undo()
-    plain = _with_gradients(jax.jit(dot_product_attention), mask, inputs)
-    for x, expected in zip(chosen, plain, strict=True):
-        np.testing.assert_array_equal(x, expected)
+    for found, expected in zip(chosen, compute(), strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -74,23 +74,6 @@ def dot_product_attention(
             "[B, H, T, S], True where attention is allowed (B, H and T may be 1). Convert a "
             "[B, T, S] mask of zeros and ones with mask[:, None] != 0."
         )
-    arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
-    dropped = dropout_rate > 0 and dropout_key is not None
-    if not dropped and module is None and attention_kernel.takes(*arrays):
-        kernel = attention_kernel.short_attention
-        return jax.lax.platform_dependent(*arrays, cuda=kernel, default=_plain_attention)
-    return _plain_attention(*arrays, dropout_rate, dropout_key, module)
-
-
-def _plain_attention(
-    q_BTHK: jax.Array,
-    k_BSHK: jax.Array,
-    v_BSHK: jax.Array,
-    mask_BHTS: jax.Array | None,
-    dropout_rate: float = 0.0,
-    dropout_key: DropoutKey = None,
-    module: nnx.Module | None = None,
-) -> jax.Array:
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     if mask_BHTS is not None:
@@ -187,22 +170,22 @@ class MultiHeadAttention(nnx.Module):
         ``sow_weights`` is True, ``nnx.capture`` collects the attention weights.
         """
         inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
-        dropped = self.dropout > 0 and dropout_key is not None
-        q, k, v = jax.eval_shape(self._projected, *inputs)
-        if dropped or self.sow_weights or not attention_kernel.takes(q, k, v, mask_BHTS):
-            out_BTHK = dot_product_attention(
+
+        def plain(*inputs_and_mask: Any) -> jax.Array:
+            *inputs, mask_BHTS = inputs_and_mask
+            return dot_product_attention(
                 *self._projected(*inputs),
                 mask_BHTS,
                 dropout_rate=self.dropout,
                 dropout_key=dropout_key,
                 module=self if self.sow_weights else None,
             )
-            return self.output(out_BTHK)
-        out_BTHK = jax.lax.platform_dependent(
-            *(*inputs, mask_BHTS),
-            cuda=self._merged,
-            default=lambda *x: _plain_attention(*self._projected(*x[:-1]), x[-1]),
-        )
+
+        dropped = self.dropout > 0 and dropout_key is not None
+        q, k, v = jax.eval_shape(self._projected, *inputs)
+        if dropped or self.sow_weights or not attention_kernel.takes(q, k, v, mask_BHTS):
+            return self.output(plain(*inputs, mask_BHTS))
+        out_BTHK = jax.lax.platform_dependent(*inputs, mask_BHTS, cuda=self._merged, default=plain)
         return self.output(out_BTHK)
 
     def _projected(self, *inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
