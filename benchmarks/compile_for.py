@@ -37,6 +37,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from flax import nnx
 from jax.experimental import topologies
@@ -177,11 +178,22 @@ def _search(config: Config, device: Any) -> Answer:
     """Compile the search for one device; several devices search independently."""
     engine = Engine(Transformer(config.model, rngs=nnx.Rngs(0)), config.decoding)
     bucket = engine.buckets[0]
-    text, figures = _compile(engine.lowered(bucket, SingleDeviceSharding(device)))
+    text, figures = _compile(lowered_search(engine, SingleDeviceSharding(device)))
     every, rows = computations(text), jax.eval_shape(lambda: engine.new_rows(bucket))
     caches = {x.shape for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4}
     copies = copied(every, in_loops(every), caches)
     return figures | {"rows": bucket.rows, "copied_caches": len(copies)}
+
+
+def lowered_search(engine: Engine, sharding: Any = None) -> jax.stages.Lowered:
+    """Lower the search of an engine's first bucket, for the device of ``sharding`` if given."""
+    bucket = engine.buckets[0]
+    rows, block = jax.eval_shape(lambda: (engine.new_rows(bucket), engine.encode(bucket, {})))
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (engine._weights, rows, block, np.int32(0), np.int32(0)),
+    )
+    return engine._compiled.seat.lower(*given, bucket=bucket)
 
 
 def _compile(lowered: Any) -> tuple[str, Answer]:

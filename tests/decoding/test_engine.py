@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import hlo
+from benchmarks.compile_for import lowered_search
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Sentence, search_together
 from transformer_jax.decoding.ensemble import Ensemble
@@ -138,7 +139,7 @@ def test_bfloat16_weights_are_converted_once(tied):
     changes = {"vocab_size": 56, "dtype": "bfloat16", "tie_embeddings": "all" if tied else "none"}
     model = Transformer(dataclasses.replace(MODEL, **changes), rngs=nnx.Rngs(0))
     engine = Engine(model, CONFIG)
-    program = engine.lowered(engine.buckets[0]).as_text()
+    program = lowered_search(engine).as_text()
     main = program[program.index("func.func public @main") :]
     given = set(re.findall(r"tensor<((?:\d+x)+)bf16>", main[: main.index("{\n")]))
     # softmax, attention's, feed-forward's, its bias
@@ -292,7 +293,7 @@ def test_the_loop_copies_no_cache_and_writes_logits_once():
     model = Transformer(dataclasses.replace(MODEL, vocab_size=vocab), rngs=nnx.Rngs(0))
     sizes = {"batch_size": batch, "beam_size": beam, "max_source_length": 24}
     engine = Engine(model, dataclasses.replace(CONFIG, **sizes))
-    compiled = engine.lowered(engine.buckets[0]).compile(USERS_CODE_GENERATOR)
+    compiled = lowered_search(engine).compile(USERS_CODE_GENERATOR)
     memory, program = compiled.memory_analysis(), compiled.as_text()
     rows = jax.eval_shape(lambda: engine.new_rows(engine.buckets[0]))
     blocks = [x for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4]

@@ -178,7 +178,7 @@ def test_the_search_on_an_h200_has_one_loop_and_copies_no_cache_and_no_weights(
     with compile_for.running_on("gpu", [h200]):
         engine = Engine(Transformer(config, rngs=nnx.Rngs(0)), DecodingConfig(batch_size=8))
         [bucket, *_] = engine.buckets
-        text = engine.lowered(bucket, SingleDeviceSharding(h200)).compile().as_text()
+        text = compile_for.lowered_search(engine, SingleDeviceSharding(h200)).compile().as_text()
         rows = jax.eval_shape(lambda: engine.new_rows(bucket))
     every = hlo.computations(text)
     kernels = [

@@ -265,17 +265,6 @@ class Engine:
         """Create idle batch rows on the device."""
         return self._idle_rows(self._weights, bucket=bucket)
 
-    def lowered(
-        self, bucket: Bucket, sharding: SingleDeviceSharding | None = None
-    ) -> jax.stages.Lowered:
-        """Lower a bucket's search for inspection, for the device of ``sharding`` if given."""
-        rows, block = jax.eval_shape(lambda: (self.new_rows(bucket), self.encode(bucket, {})))
-        given = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            (self._weights, rows, block, np.int32(0), np.int32(0)),
-        )
-        return self._compiled.seat.lower(*given, bucket=bucket)
-
 
 def search_together(
     engines: Sequence[Engine], sentences: Sequence[Sentence]
