@@ -164,7 +164,9 @@ def test_batch_sizes_agree(engine, batch_size):
 
 
 def test_an_ensemble_averages_probabilities():
-    models = [make_model(2), make_model(3, dataclasses.replace(MODEL, num_heads=4))]
+    """Models may differ in width, in depth and in the number of positions."""
+    other = {"num_heads": 4, "d_model": 24, "num_decoder_layers": 3, "positions": "learned"}
+    models = [make_model(2), make_model(3, dataclasses.replace(MODEL, **other)), make_model(4)]
     check_scores(models, SENTENCES, Engine(Ensemble(models), CONFIG).search(SENTENCES))
 
 

@@ -7,36 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import nnx
 from jax import Array
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.kv_cache import DecoderCache
+from transformer_jax.model.kv_cache import DecoderCache, empty_cache
 from transformer_jax.model.transformer import Transformer
-
-
-@struct.dataclass
-class EnsembleCache:
-    """The caches of all models. Has the same methods as ``DecoderCache``."""
-
-    caches: tuple[DecoderCache, ...]
-
-    def reorder(self, parents_BW: Array) -> EnsembleCache:
-        """Make beam w of sentence b continue beam ``parents_BW[b, w]``."""
-        return EnsembleCache(tuple(cache.reorder(parents_BW) for cache in self.caches))
-
-    def replace_rows(self, rows_R: Array, fresh: EnsembleCache) -> EnsembleCache:
-        """Put the R new sentences of ``fresh`` into rows ``rows_R``."""
-        pairs = zip(self.caches, fresh.caches, strict=True)
-        return EnsembleCache(tuple(cache.replace_rows(rows_R, new) for cache, new in pairs))
-
-    def cleared(self) -> EnsembleCache:
-        """Return an empty cache with the same capacity."""
-        return EnsembleCache(tuple(cache.cleared() for cache in self.caches))
 
 
 class Ensemble(nnx.Module):
@@ -77,19 +58,21 @@ class Ensemble(nnx.Module):
 
     def start_cache(
         self, memories: tuple[Array, ...], source_mask_BS: Array, **sizes: int
-    ) -> EnsembleCache:
-        """Create an empty cache. For ``sizes``, see ``Transformer.start_cache``."""
+    ) -> DecoderCache:
+        """Create a cache with the layers of all models. See ``Transformer.start_cache``."""
         each = zip(self.models, memories, strict=True)
-        return EnsembleCache(
-            tuple(model.start_cache(memory, source_mask_BS, **sizes) for model, memory in each)
-        )
+        cross = [layer for model, memory in each for layer in model.cross_keys_values(memory)]
+        return empty_cache(cross, source_mask_BS, **sizes)
 
-    def decode_step(self, tokens_BW: Array, cache: EnsembleCache) -> tuple[Array, EnsembleCache]:
+    def decode_step(self, tokens_BW: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
         """Return the logarithms of the mean probabilities, float32 [B, W, V], and the new cache."""
-        each = zip(self.models, cache.caches, strict=True)
-        steps = [model.decode_step(tokens_BW, its) for model, its in each]
-        log_mean_BWV = _log_mean([logits_BWV for logits_BWV, _ in steps])
-        return log_mean_BWV, EnsembleCache(tuple(its for _, its in steps))
+        layers = cache.layers()
+        rest = iter(layers)
+        logits = [
+            model.next_logits(tokens_BW, list(islice(rest, model.config.decoder_layers)))
+            for model in self.models
+        ]
+        return _log_mean(logits), cache.append(layers)
 
 
 def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:

@@ -248,12 +248,16 @@ class Transformer(nnx.Module):
           source_capacity: number of source positions to pad S to.
         """
         return empty_cache(
-            [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers],
+            self.cross_keys_values(memory_BSD),
             source_mask_BS,
             beam_size=beam_size,
             max_length=max_length,
             source_capacity=source_capacity,
         )
+
+    def cross_keys_values(self, memory_BSD: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        """Compute each decoder layer's cross-attention keys and values, both [B, S, H, K]."""
+        return [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers]
 
     def decode_step(
         self, tokens_BW: jax.Array, cache: DecoderCache
@@ -263,14 +267,18 @@ class Transformer(nnx.Module):
         Returns:
           Logits of the next token, float32 [B, W, V], and the new cache.
         """
+        layers = cache.layers()
+        return self.next_logits(tokens_BW, layers), cache.append(layers)
+
+    def next_logits(self, tokens_BW: jax.Array, layers: Sequence[LayerAttention]) -> jax.Array:
+        """Compute the logits of ``decode_step``. ``layers`` collect the new keys and values."""
+        cache = layers[0].cache
         held = cache.ancestors_BWT.shape[:2]
         assert tokens_BW.shape == held, f"tokens_BW is {tokens_BW.shape}; the cache is for {held}"
         # A finished sentence can run past the end of the cache; its positions are clipped.
         longest = min(cache.ancestors_BWT.shape[2], self.config.position_limit)
         x_BWD = self.target_embedding(tokens_BW, cache.position_B[:, None], num_positions=longest)
-        layers = cache.layers()
-        hidden_BWD = self.decoder(x_BWD, None, None, None, caches=layers)
-        return self.logits(hidden_BWD), cache.append(layers)
+        return self.logits(self.decoder(x_BWD, None, None, None, caches=layers))
 
 
 class AbstractModel(NamedTuple):
