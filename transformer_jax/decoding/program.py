@@ -182,7 +182,6 @@ def decode(argv: Sequence[str]) -> None:
 
         check_bleu(tokenize)  # fail before hours of work
         references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
-    size = _size(files.input)
     answers = _load(arguments)
     sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers
     records = read_records(
@@ -207,16 +206,8 @@ def decode(argv: Sequence[str]) -> None:
             write(lines(record, translations))
             if references is not None:
                 best.append(translations[0].text)
-    if _size(files.input) != size:
-        said = "%s changed during translation; run again with --resume to translate appended lines."
-        logger.warning(said, files.input)
     if references is not None:
         print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
-
-
-def _size(file: str | None) -> int:
-    """Return the size of a local file in bytes; 0 for anything else."""
-    return Path(file).stat().st_size if file and Path(file).is_file() else 0
 
 
 def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
