@@ -74,9 +74,9 @@ class ModelConfig(Section, prefix="model."):
     activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"] = "relu"
     """Activation of the feed-forward layers. gelu is exact (erf); gelu_tanh approximates it. swiglu
     adds a third matrix, the gate; reduce d_ff by a third to keep the same number of parameters."""
-    positions: Literal["interleaved", "split", "learned"] = "interleaved"
-    """Sinusoids with sine and cosine interleaved (the paper) or split into two halves
-    (tensor2tensor, Marian), or learned embeddings (Table 3, row E)."""
+    positions: Literal["interleaved", "learned"] = "interleaved"
+    """Sinusoids with sine and cosine interleaved (the paper), or learned embeddings (Table 3, row
+    E)."""
     max_positions: Positive = 1024
     """Number of learned positions. Sinusoidal positions have no limit."""
     tie_embeddings: Literal["all", "embeddings", "target", "none"] = "all"
@@ -95,7 +95,7 @@ class ModelConfig(Section, prefix="model."):
     def rules(self) -> Iterator[Rule]:
         yield (
             "d_model",
-            self.d_model % 2 == 0 or self.positions not in ("interleaved", "split"),
+            self.d_model % 2 == 0 or self.positions == "learned",
             "an even number, because sinusoidal positions pair each sine with a cosine",
         )
         yield (

@@ -59,11 +59,11 @@ CTRANSLATE2: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "max_positions": 40, "tie_embeddings": "target"},
     "learned, untied": {"positions": "learned", "max_positions": 40, "tie_embeddings": "none"},
     "embeddings tied apart from the softmax": {
-        **{"tie_embeddings": "embeddings", "activation": "gelu", "positions": "split"},
+        **{"tie_embeddings": "embeddings", "activation": "gelu"},
     },
     "final norm": {"final_norm": True},
     "swiglu": {"norm": "pre", "norm_type": "rms", "activation": "swiglu"},
-    "two vocabularies, split": {"tie_embeddings": "target", "positions": "split"},
+    "two vocabularies": {"tie_embeddings": "target"},
 }
 # Fields of our config that Hugging Face's folder keeps.
 KEPT = ["vocab_size", "source_vocab_size", "tie_embeddings", "positions", "activation"]

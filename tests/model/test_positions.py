@@ -2,12 +2,8 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from transformer_jax.model.positions import (
-    segment_positions,
-    sinusoidal_positions,
-)
+from transformer_jax.model.positions import segment_positions, sinusoidal_positions
 
 
 def test_sinusoids() -> None:
@@ -23,10 +19,6 @@ def test_sinusoids() -> None:
         ]
     )
     np.testing.assert_allclose(table[k:, 2:4], table[:-k, 2:4] @ rotation.T, atol=1e-5)
-    split = sinusoidal_positions(50, 8, layout="split")
-    np.testing.assert_allclose(split[7, [0, 3, 4]], [np.sin(7), np.sin(7e-4), np.cos(7)], rtol=1e-5)
-    with pytest.raises(KeyError, match="interleave"):
-        sinusoidal_positions(50, 8, layout="interleave")
 
 
 def test_segment_positions() -> None:

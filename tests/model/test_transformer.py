@@ -47,7 +47,7 @@ VARIANTS = {
         "activation": "gelu",
         "num_decoder_layers": 2,
     },
-    "split, remat": {"positions": "split", "activation": "gelu_tanh", "remat": True},
+    "remat": {"activation": "gelu_tanh", "remat": True},
     "no biases": {
         "feed_forward_bias": False,
         "norm_bias": False,
@@ -212,9 +212,7 @@ def test_prediction_ignores_its_own_and_later_labels() -> None:
     assert not np.allclose(before[:1, 4:], after[:1, 4:])
 
 
-@pytest.mark.parametrize(
-    "name", ["paper", "learned, deep encoder", "split, remat", "no biases", "modern"]
-)
+@pytest.mark.parametrize("name", ["paper", "learned, deep encoder", "remat", "no biases", "modern"])
 def test_padding_changes_nothing(name: str) -> None:
     model = build(**VARIANTS[name])
     padded = run(model, SOURCE, TARGET)
@@ -334,7 +332,7 @@ TARGET_BT = padded([[7, 7, 4], [5, 6, 8, 9, 4], [6]], 7)
 
 
 @pytest.mark.parametrize(
-    "name", ["as nn.Transformer, deep decoder", "split, remat", "no biases", "modern"]
+    "name", ["as nn.Transformer, deep decoder", "remat", "no biases", "modern"]
 )
 def test_attention_weights_of_every_layer_and_head(name: str) -> None:
     """Weights of real tokens sum to 1; padding and later targets get 0."""

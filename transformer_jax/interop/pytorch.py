@@ -92,8 +92,8 @@ def from_torch(
       target_embedding: the same for the target (default: the source embedding).
       output: projection from decoder output to logits; default: the target embedding's matrix.
         Tied matrices stay tied.
-      positions: positional encoding of the PyTorch code: ``interleaved`` or ``split`` sinusoids
-        (``sinusoidal_positions``), a learned table [L, D], or a (source, target) pair of tables.
+      positions: positional encoding of the PyTorch code: ``interleaved`` for
+        ``sinusoidal_positions``, a learned table [L, D], or a (source, target) pair of tables.
       dtype: see ``ModelConfig``.
 
     Raises:
@@ -303,12 +303,10 @@ def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor]
 
 def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read ``ModelConfig`` fields and learned tables. If ``shared``, there is one embedding."""
-    if positions in ("interleaved", "split"):
+    if positions == "interleaved":
         return {"positions": positions}, {}
     if isinstance(positions, str):
-        raise UserError(
-            f"positions is {positions!r}; expected 'interleaved', 'split', or a learned table."
-        )
+        raise UserError(f"positions is {positions!r}; expected 'interleaved' or a learned table.")
     source_LD, target_LD = positions if isinstance(positions, tuple) else (positions, positions)
     if shared and not np.array_equal(source_LD.detach().cpu(), target_LD.detach().cpu()):
         raise UserError(

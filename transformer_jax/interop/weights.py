@@ -142,12 +142,12 @@ def with_position_tables(weights: Weights, config: ModelConfig, length: int) -> 
     """
     table_LD = weights.get(_TARGET)
     if table_LD is None:
-        table_LD = sinusoidal_positions(length, config.d_model, layout=config.positions)
+        table_LD = sinusoidal_positions(length, config.d_model)
     return {_SOURCE: table_LD, _TARGET: table_LD} | weights
 
 
 def sines_first(d_model: int) -> np.ndarray:
-    """Return the permutation from interleaved to split sinusoids: 0 2 4 ... 1 3 5 ..."""
+    """Return the permutation that puts all sines before all cosines: 0 2 4 ... 1 3 5 ..."""
     return np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)])
 
 

@@ -36,7 +36,6 @@ class Embedding(nnx.Module):
             if config.positions == "learned"
             else None
         )
-        self.layout = config.positions
         self.dtype = compute_dtype(config)
 
     @jax.named_scope("embedding")
@@ -56,7 +55,7 @@ class Embedding(nnx.Module):
         vectors_BLD = self.matrix[...].at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
         x_BLD = vectors_BLD * d_model**0.5
         if self.position_matrix is None:
-            table_LD = jnp.asarray(sinusoidal_positions(num_positions, d_model, layout=self.layout))
+            table_LD = jnp.asarray(sinusoidal_positions(num_positions, d_model))
         elif num_positions <= self.position_matrix.shape[0]:
             table_LD = self.position_matrix[...] * d_model**0.5
         else:

@@ -9,20 +9,17 @@ import numpy as np
 from transformer_jax.errors import UserError
 
 
-def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleaved") -> np.ndarray:
+def sinusoidal_positions(length: int, d_model: int) -> np.ndarray:
     """Return sinusoidal positional encodings, float32 [length, d_model] (section 3.5).
 
-    ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the
-    same angle, as in the paper. ``split``: all sines, then all cosines, with tensor2tensor's
-    wavelengths 10000^(i / (d_model / 2 - 1)). Raises ``UserError`` if d_model is odd.
+    PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), and PE(pos, 2i + 1) is the cosine of the same
+    angle. Raises ``UserError`` if d_model is odd.
     """
     if d_model < 0 or d_model % 2:
         raise UserError(f"d_model is {d_model}; expected a positive even number.")
-    half = d_model // 2
-    divisor, axis = {"interleaved": (half, 2), "split": (max(half - 1, 1), 1)}[layout]
-    exponents = np.arange(half) / divisor
-    angles = np.arange(length)[:, None] * 10000.0 ** -exponents[None, :]
-    waves = np.stack([np.sin(angles), np.cos(angles)], axis=axis)
+    frequencies = 10000.0 ** -(np.arange(0, d_model, 2) / d_model)
+    angles = np.arange(length)[:, None] * frequencies[None]
+    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2)
     return waves.reshape(length, d_model).astype(np.float32)
 
 
