@@ -7,8 +7,6 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.errors import UserError
-
 
 class DropoutKeys:
     """Random keys for one forward pass. Each call derives the next key, in program order.
@@ -18,11 +16,6 @@ class DropoutKeys:
 
     def __init__(self, key: jax.Array):
         """Derive keys from ``key``."""
-        if not isinstance(key, jax.Array):
-            raise UserError(
-                f"dropout_key has type {type(key).__name__}; expected a random key, for example "
-                "jax.random.key(0), or rngs.dropout() of an nnx.Rngs."
-            )
         self.key, self.derived = key, 0
 
     def __call__(self) -> jax.Array:
@@ -36,17 +29,13 @@ DropoutKey: TypeAlias = jax.Array | DropoutKeys | None
 
 
 def as_keys(key: DropoutKey) -> DropoutKeys | None:
-    """Convert a random key to keys for submodules. Raises ``UserError`` for other values."""
+    """Convert a random key to keys for submodules."""
     return key if key is None or isinstance(key, DropoutKeys) else DropoutKeys(key)
 
 
 def mask_key(key: jax.Array | DropoutKeys) -> jax.Array:
     """Return the key for one mask: ``key`` if it is a random key, otherwise its next key."""
-    if isinstance(key, jax.Array):
-        return key
-    keys = as_keys(key)
-    assert keys is not None
-    return keys()
+    return key() if isinstance(key, DropoutKeys) else key
 
 
 @jax.named_scope("dropout")
