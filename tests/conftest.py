@@ -33,7 +33,7 @@ SLOW = [
         "test_notebooks",
         "test_table3",
         "test_decode_cli",
-        "decoding/test_workers",
+        "serving/test_workers",
         "training/test_checkpoint",
         "training/test_compiling",
         "decoding/test_continuous_batching",

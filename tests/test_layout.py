@@ -65,7 +65,6 @@ TRUNK = [
     "decoding.trained_models",
     "decoding.translator",
     "decoding.scoring",
-    "decoding.async_translator",
     "decoding.output_file",
     "evaluation",
     "decoding.program",

@@ -20,9 +20,10 @@ from .data.batching import Batch, BatchPlan
 from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
 from .data.sources import read_lines, read_pairs
-from .decoding.async_translator import AsyncTranslator, SearchFailed
 from .decoding.beam_search import BeamSearch
+from .decoding.buckets import Bucket
 from .decoding.constraints import Constraints
+from .decoding.devices import devices_for_rows
 from .decoding.engine import Engine, Hypothesis, Sentence
 from .decoding.ensemble import Ensemble
 from .decoding.records import Request, Translation
@@ -39,6 +40,7 @@ from .model.layers import DecoderLayer, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
 from .remote_workdir import local_workdir
+from .serving.async_translator import AsyncTranslator, SearchFailed
 from .sharding import batch_sharding, make_mesh, state_shardings
 from .special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from .storage import write_atomically
@@ -58,6 +60,7 @@ __all__ = [
     "BatchConfig",
     "BatchPlan",
     "BeamSearch",
+    "Bucket",
     "Config",
     "Constraints",
     "Corpus",
@@ -97,6 +100,7 @@ __all__ = [
     "bleu",
     "build_corpus",
     "chrf",
+    "devices_for_rows",
     "dot_product_attention",
     "flag_values",
     "gather_beams",

@@ -17,10 +17,10 @@ import pytest
 from servers import LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.config import TokenizerConfig
-from transformer_jax.decoding.async_translator import LiveRows
 from transformer_jax.decoding.engine import Sentence
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.serving.async_translator import LiveRows
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service, _split_tag

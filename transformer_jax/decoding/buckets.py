@@ -12,7 +12,6 @@ import numpy as np
 
 from transformer_jax.decoding.continuous_batching import NOBODY
 from transformer_jax.decoding.search import NOT_FORCED
-from transformer_jax.errors import UserError
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 
 
@@ -64,19 +63,6 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
     lengths = [*takewhile(lambda width: width < longest, widths), longest]
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
     return tuple(Bucket(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)
-
-
-def bucket_of(buckets: Sequence[Bucket], sentence: Sentence) -> Bucket:
-    """Find the bucket for a sentence's length. Raises ``UserError`` if the sentence is too long."""
-    length = len(sentence.tokens)
-    for bucket in buckets:
-        if length < bucket.lengths[-1]:
-            return bucket
-    raise UserError(
-        f"A sentence has {length} source tokens; expected at most {buckets[-1].lengths[-1] - 1} "
-        "(decoding.max_source_length or, with learned positions, model.max_positions; minus 1 for "
-        "EOS)."
-    )
 
 
 def make_block(

@@ -2,8 +2,8 @@
 
 A static batch runs until its longest sentence is done. ``seat`` refills rows as soon as sentences
 finish. It is compiled once and has two callers. ``Engine.search`` passes it all sentences
-of a file, block by block, and reads the results at the end. ``Workers`` passes it the sentences
-that have arrived and reads results every few steps.
+of a file, block by block, and reads the results at the end. ``AsyncTranslator`` passes it the
+sentences that have arrived and reads results every few steps.
 
 For the shape letters (B, W, ...), see ``search.py``. In addition, Q is the number of sentences in a
 block, and R is the number of rows refilled at a time.

@@ -12,8 +12,8 @@ _ROWS_OF_A_CORE = 16
 
 
 def devices_for_rows(rows: int) -> list[jax.Device]:
-    """Choose the devices to divide ``rows`` among: at least 1 row per accelerator, or 16 per CPU
-    device.
+    """Choose devices for a ``Translator`` whose ``batch_size`` is ``rows``: at least 1 row per
+    accelerator, or 16 per CPU device.
 
     If JAX is not initialized yet, each CPU core becomes a device. A single device for all cores is
     up to 10% slower (docs/performance.md).

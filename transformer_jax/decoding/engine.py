@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any, NamedTuple
@@ -19,15 +19,15 @@ from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.buckets import (
     Bucket,
     Sentence,
-    bucket_of,
     make_block,
     make_buckets,
 )
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, seat
+from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, resized, seat
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Method, SearchResult, results
+from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
@@ -229,7 +229,7 @@ class Engine:
         the same padded length. Yields results that the device may still be computing. Each sentence
         appears in exactly one result.
         """
-        by_bucket = groupby(sentences, key=lambda n: bucket_of(self.buckets, sentences[n]))
+        by_bucket = groupby(sentences, key=lambda n: self.bucket_of(sentences[n]))
         for bucket, numbers in by_bucket:
             blocks = list[dict[int, Sentence]]()
             for _, same in groupby(numbers, key=lambda n: bucket.length_of(sentences[n])):
@@ -242,6 +242,18 @@ class Engine:
                 rows, left = self.seat(bucket, rows, encoded, most=most, enough=_ALL)
                 yield left
             yield self.results(rows)
+
+    def bucket_of(self, sentence: Sentence) -> Bucket:
+        """Find the bucket for a sentence's length. Raises ``UserError`` if it is too long."""
+        length = len(sentence.tokens)
+        for bucket in self.buckets:
+            if length < bucket.lengths[-1]:
+                return bucket
+        raise UserError(
+            f"A sentence has {length} source tokens; expected at most {self.longest_source - 1} "
+            "(decoding.max_source_length or, with learned positions, model.max_positions; minus 1 "
+            "for EOS)."
+        )
 
     def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Rows:
         """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
@@ -265,6 +277,25 @@ class Engine:
         """Create idle batch rows on the device."""
         return self._idle_rows(self._weights, bucket=bucket)
 
+    def resized(self, rows: Rows, bucket: Bucket) -> Rows:
+        """Move the running sentences to ``bucket.rows`` batch rows, which must be enough."""
+        return resized(rows, bucket.rows)
+
+    def freed(self, rows: Rows, numbers: Sequence[int]) -> Rows:
+        """Free the rows of the sentences with these numbers, without results."""
+        is_freed_B: Any = np.isin(rows.number_B, numbers)
+        return rows._replace(state=rows.state._replace(done_B=rows.state.done_B | is_freed_B))
+
+    @staticmethod
+    def hypotheses(found: Found, numbers: Container[int]) -> dict[int, list[Hypothesis]]:
+        """Return the hypotheses of the sentences in ``found`` that are among ``numbers``, best
+        first. Waits for the device.
+        """
+        places = enumerate(np.asarray(found.number_R).tolist())
+        place_of = {number: place for place, number in places if number in numbers}
+        results = jax.device_get(found.results) if place_of else found.results
+        return {number: _hypotheses(results, place) for number, place in place_of.items()}
+
 
 def search_together(
     engines: Sequence[Engine], sentences: Sequence[Sentence]
@@ -274,7 +305,7 @@ def search_together(
     """
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))
     if order:
-        bucket = bucket_of(engines[0].buckets, sentences[order[0]])
+        bucket = engines[0].bucket_of(sentences[order[0]])
         engines = engines[: -(-len(order) // bucket.rows)]
     # Dispatch all work to the devices in turn before waiting for the first result.
     turns = zip_longest(
@@ -284,13 +315,11 @@ def search_together(
         )
     )
     running = [found for found in chain.from_iterable(turns) if found is not None]
-    found_of: list[list[Hypothesis]] = [[] for _ in sentences]
+    found_of: dict[int, list[Hypothesis]] = {}
     num_nan = 0
-    for number_R, found in map(jax.device_get, running):
-        num_nan += np.isnan(found.scores_BN[number_R != NOBODY, 0]).sum()
-        for row, index in enumerate(number_R.tolist()):
-            if index != NOBODY:
-                found_of[index] = hypotheses(found, row)[: sentences[index].wanted]
+    for found in map(jax.device_get, running):
+        num_nan += np.isnan(found.results.scores_BN[found.number_R != NOBODY, 0]).sum()
+        found_of |= Engine.hypotheses(found, range(len(sentences)))
     if num_nan:
         message = (
             "%d of %d sentences have no result because the model's logits were NaN or infinite. "
@@ -298,7 +327,7 @@ def search_together(
             "vocabulary."
         )
         logger.warning(message, num_nan, len(sentences))
-    return found_of
+    return [found_of[index][: sentence.wanted] for index, sentence in enumerate(sentences)]
 
 
 def _method(config: DecodingConfig, suppress: tuple[int, ...]) -> Method:
@@ -328,7 +357,7 @@ def _results(rows: Rows) -> Found:
     return Found(number_B, results(rows.state.finished, PAD_ID))
 
 
-def hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
+def _hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
     """Return the hypotheses in the filled slots of one sentence."""
     slots = zip(*(x[place].tolist() for x in results), strict=True)
     return [

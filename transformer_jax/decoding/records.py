@@ -36,6 +36,12 @@ class Request:
     the stream, counting from 1.
     """
 
+    @classmethod
+    def of(cls, line: str | Request, number: int) -> Request:
+        """Return the line as a request, with this number unless it has one."""
+        request = line if isinstance(line, Request) else cls(line)
+        return request if request.number else replace(request, number=number)
+
 
 @dataclass(frozen=True)
 class Record(Request):

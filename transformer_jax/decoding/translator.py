@@ -116,7 +116,7 @@ class Translator:
             raise UserError(
                 f"lines is {shown(lines)}; expected an iterable of lines, such as a list."
             )
-        requests = map(numbered_request, lines, count(1))
+        requests = map(Request.of, lines, count(1))
         prepared = ((request, self.sentences(request, num_hypotheses)) for request in requests)
         size = window or 100 * self.config.batch_size
         return chain.from_iterable(map(self._translate, blocks(prepared, size)))
@@ -201,9 +201,3 @@ class Translator:
                 "(decoding.max_extra_length or, with learned positions, model.max_positions - 1)."
             )
         return prefix
-
-
-def numbered_request(line: str | Request, place: int) -> Request:
-    """Return the line as a ``Request`` with a line number."""
-    request = line if isinstance(line, Request) else Request(line)
-    return request if request.number else dataclasses.replace(request, number=place)

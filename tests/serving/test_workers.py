@@ -12,9 +12,9 @@ import pytest
 from random_models import make_model
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.async_translator import Entry, LiveRows
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.serving.async_translator import Entry, LiveRows
 
 VOCAB = 40
 

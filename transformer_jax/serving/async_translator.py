@@ -19,18 +19,21 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
-from transformer_jax.config_io import load_config_file
-from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_of
-from transformer_jax.decoding.continuous_batching import Found, Rows, resized
-from transformer_jax.decoding.devices import devices_for_rows
-from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
-from transformer_jax.decoding.records import Request, Translation
-from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.translator import Translator, numbered_request
-from transformer_jax.errors import UserError
-from transformer_jax.remote_workdir import local_workdir
+from transformer_jax import (
+    Bucket,
+    Engine,
+    Hypothesis,
+    Request,
+    Scorer,
+    Sentence,
+    Translation,
+    Translator,
+    UserError,
+    devices_for_rows,
+    load_config_file,
+    local_workdir,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ class LiveRows:
         self.bucket, self._rows = self._sizes[0], engine.new_rows(self._sizes[0])
         self.busy: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._nobody = dict[Bucket, Rows]()
+        self._nobody = dict[Bucket, Any]()
 
     @property
     def num_idle(self) -> int:
@@ -91,7 +94,7 @@ class LiveRows:
             rows, _ = engine.seat(bucket, rows, block, most=1, enough=1)
         engine.results(rows)
         for other in self._sizes:
-            resized(rows, other.rows)
+            engine.resized(rows, other)
 
     def resize(self, count: int) -> None:
         """Move the sentences to the smallest number of rows that holds ``count`` sentences, or to
@@ -99,7 +102,7 @@ class LiveRows:
         """
         bucket = next((each for each in self._sizes if each.rows >= count), self._sizes[-1])
         if bucket != self.bucket:
-            self.bucket, self._rows = bucket, resized(self._rows, bucket.rows)
+            self.bucket, self._rows = bucket, self._engine.resized(self._rows, bucket)
 
     def turn(self, entries: Sequence[Entry], most: int) -> None:
         """Assign rows to new sentences, then run up to ``most`` decoding steps.
@@ -122,22 +125,15 @@ class LiveRows:
         self._answer(left)
         self._answer(self._engine.results(rows))
         gone = [number for number, entry in self.busy.items() if entry.future.cancelled()]
-        if gone:
-            done_B = rows.state.done_B | np.isin(rows.number_B, gone)
-            rows = rows._replace(state=rows.state._replace(done_B=done_B))
+        self._rows = self._engine.freed(rows, gone) if gone else rows
         for number in gone:
             del self.busy[number]
-        self._rows = rows
 
-    def _answer(self, found: Found) -> None:
-        numbers = np.asarray(found.number_R).tolist()
-        if self.busy.keys().isdisjoint(numbers):
-            return
-        results = jax.device_get(found.results)
-        for row, number in enumerate(numbers):
-            if entry := self.busy.pop(number, None):
-                with suppress(InvalidStateError):  # canceled
-                    entry.future.set_result(hypotheses(results, row)[: entry.sentence.wanted])
+    def _answer(self, found: Any) -> None:
+        for number, hypotheses in self._engine.hypotheses(found, self.busy).items():
+            entry = self.busy.pop(number)
+            with suppress(InvalidStateError):  # canceled
+                entry.future.set_result(hypotheses[: entry.sentence.wanted])
 
 
 class Workers:
@@ -155,6 +151,7 @@ class Workers:
         self._searches = [
             [LiveRows(engine, bucket) for bucket in engine.buckets] for engine in engines
         ]
+        self._bucket_of = engines[0].bucket_of
         self._waiting: dict[Bucket, list[Entry]] = {bucket: [] for bucket in engines[0].buckets}
         self._unfinished: set[Future[list[Hypothesis]]] = set()
         self._changed = threading.Condition()
@@ -198,7 +195,7 @@ class Workers:
             if self.failure:
                 entry.future.set_exception(self.failure)
             else:
-                self._waiting[bucket_of(list(self._waiting), sentence)].append(entry)
+                self._waiting[self._bucket_of(sentence)].append(entry)
                 self._unfinished.add(entry.future)
                 entry.future.add_done_callback(self._unfinished.discard)
             self._changed.notify_all()
@@ -268,15 +265,12 @@ class AsyncTranslator:
       translator: the ``Translator``.
       config: its settings; ``batch_size`` is the number of rows across all devices.
       workers: the search threads; they also count rows and waiting sentences.
-      num_lines: number of lines translated so far.
-      num_tokens: number of tokens in the best translations of these lines.
     """
 
     def __init__(self, translator: Translator):
         """Search with the translator's model, settings and devices."""
         self.translator, self.config = translator, translator.config
         self.workers = Workers(translator.engines)
-        self.num_lines = self.num_tokens = 0
         together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
         self._scorer = Scorer(translator.model, translator.tokenizer, together)
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")
@@ -330,7 +324,7 @@ class AsyncTranslator:
           UserError: see ``Translator.stream``; ``start`` has not been called.
           SearchFailed: the search has stopped permanently.
         """
-        request = numbered_request(line, 1)
+        request = Request.of(line, 1)
         turns = turns or self.new_turns()
 
         async def search(segment: Sentence) -> list[Hypothesis]:
@@ -349,8 +343,6 @@ class AsyncTranslator:
             found = [await search(segment) for segment in segments[:1]]
         found += await asyncio.gather(*map(search_in_turn, segments[1:]))
         translations = self.translator.translations(request, found)
-        self.num_lines += 1
-        self.num_tokens += translations[0].length
         if not alignments:
             return translations
         pairs = [(request.text, translation) for translation in translations]
