@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import BeamSearch
@@ -134,6 +133,7 @@ class _Compiled(NamedTuple):
 
     encode: Any
     seat: Any
+    idle_rows: Any
 
 
 @lru_cache(maxsize=32)
@@ -147,13 +147,9 @@ def _compiled(search: _Search) -> _Compiled:
             donate_argnames="rows",
             compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
         ),
+        # The weights, although unused, determine the device.
+        jax.jit(search.idle_rows, static_argnames="bucket", keep_unused=True),
     )
-
-
-@lru_cache(maxsize=32)
-def _idle_rows(search: _Search, device: SingleDeviceSharding | None) -> Any:
-    """Jit ``search.idle_rows`` for ``device``, because no array argument determines its device."""
-    return jax.jit(search.idle_rows, static_argnames="bucket", out_shardings=device)
 
 
 class Engine:
@@ -184,7 +180,7 @@ class Engine:
         self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size)
-        self._device = None if device is None else SingleDeviceSharding(device)
+        self._device = device
         self._graph, self.parameters = nnx.split(model, nnx.Param)
 
     @property
@@ -210,7 +206,6 @@ class Engine:
                 graph, self.method, self.config.max_extra_length, self._position_limit
             )
             self._compiled = _compiled(self._search)
-            self._idle_rows = _idle_rows(self._search, self._device)
 
     @property
     def model(self) -> Transformer | Ensemble:
@@ -275,7 +270,7 @@ class Engine:
 
     def new_rows(self, bucket: Bucket) -> Rows:
         """Create idle batch rows on the device."""
-        return self._idle_rows(self._weights, bucket=bucket)
+        return self._compiled.idle_rows(self._weights, bucket=bucket)
 
     def resized(self, rows: Rows, bucket: Bucket) -> Rows:
         """Move the running sentences to ``bucket.rows`` batch rows, which must be enough."""
