@@ -278,7 +278,10 @@ class Transformer(nnx.Module):
         # A finished sentence can run past the end of the cache; its positions are clipped.
         longest = min(cache.ancestors_BWT.shape[2], self.config.position_limit)
         x_BWD = self.target_embedding(tokens_BW, cache.position_B[:, None], num_positions=longest)
-        return self.logits(self.decoder(x_BWD, None, None, None, caches=layers))
+        hidden_BWD = self.decoder(x_BWD, None, None, None, caches=layers)
+        # One row: with rows of W hypotheses, XLA would copy the logits on a TPU.
+        logits_1RV = self.logits(hidden_BWD.reshape(1, -1, hidden_BWD.shape[2]))
+        return logits_1RV.reshape(*tokens_BW.shape, -1)
 
 
 class AbstractModel(NamedTuple):
