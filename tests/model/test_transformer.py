@@ -124,17 +124,19 @@ def test_cached_step_equals_teacher_forcing(changes: dict) -> None:
     check_cached_steps(build(**changes), SOURCE, TARGET)
 
 
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
 @pytest.mark.parametrize("name", ["target-tied, narrow keys", "as nn.Transformer, deep decoder"])
-def test_cached_step_of_a_gpu_equals_teacher_forcing(name: str) -> None:
-    """GPUs store keys in another order."""
-    check_cached_steps(build(**VARIANTS[name]), SOURCE, TARGET, backend="gpu")
+def test_cached_step_of_an_accelerator_equals_teacher_forcing(name: str, backend: str) -> None:
+    """GPUs store keys in another order, TPUs store heads side by side."""
+    check_cached_steps(build(**VARIANTS[name]), SOURCE, TARGET, backend=backend)
 
 
-def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> None:
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache(backend: str) -> None:
     # Blocks end at 16, 32, 48, 64, 128 and 140 in self-attention, at 32, 64, 128 and 135 in
     # cross-attention.
     source = changed(tokens(3, 135), (np.s_[1, 4:], 0), (np.s_[2, 70:], 0))
-    check_cached_steps(build(), source, tokens(3, 140, seed=1))
+    check_cached_steps(build(), source, tokens(3, 140, seed=1), backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])
@@ -158,7 +160,7 @@ def test_an_infinite_value_does_not_reach_the_next_sentence(backend: str) -> Non
         np.testing.assert_array_equal(others, scores)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_reordered_cache_follows_each_beams_own_history(backend: str) -> None:
     model = build()
     source = tokens(2, 5)

@@ -30,7 +30,8 @@ _ENDS = {
     "gpu": ([], []),
 }
 # Keys and values of consecutive positions, [B, H, L, K] each. L counts slots: S, or T * W in a
-# history. On CPUs, keys are [B, H, K, L], because matmuls are fastest without transposes.
+# history. On CPUs, keys are [B, H, K, L], because matmuls are fastest without transposes. On TPUs,
+# heads lie side by side, [B, 1, L, H * K], because XLA would pad a narrow last axis to 128.
 Block = tuple[jax.Array, jax.Array]
 
 
@@ -155,7 +156,8 @@ class LayerAttention:
         q_BWHK, k_BWHK, v_BWHK = (
             x[..., i * width : (i + 1) * width] for x, i, width in parts(arrays_BWHK)
         )
-        self.own = own = k_BWHK, v_BWHK
+        shape = *q_BWHK.shape[:2], self.history[0][1].shape[1], -1
+        self.own = own = k_BWHK.reshape(shape), v_BWHK.reshape(shape)
         cache = self.cache
 
         def plain(*blocks: Block) -> jax.Array:
@@ -211,6 +213,8 @@ def empty_cache(
     S, T = (-(-n // multiple) * multiple for n in (max(length, source_capacity), max_length))
     ends_T, ends_S = _ENDS[jax.default_backend()]
     keys_transposed = jax.default_backend() == "cpu"
+    if jax.default_backend() == "tpu":
+        cross = jax.tree.map(lambda x: x.reshape(batch, length, 1, -1), cross)
 
     def of_source(x_BSHK: jax.Array) -> list[jax.Array]:
         padding = (0, 0), (0, 0), (0, S - length), (0, 0)
@@ -248,6 +252,36 @@ def _attend_to_blocks(
 ) -> jax.Array:
     """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
 
+    If the blocks' heads lie side by side, every head of a hypothesis attends like one hypothesis
+    more, with zeros instead of the other heads' queries, and keeps its own part of the result.
+    """
+    B, W, H, K = q_BWHK.shape
+    scale = jnp.asarray(K**-0.5, q_BWHK.dtype)
+    if blocks[0][1].shape[1] == H:
+        return _attend(q_BWHK.swapaxes(1, 2) * scale, blocks, key_axes, mask_BHWL, own)
+
+    def of_head(x_BWHK: jax.Array) -> jax.Array:
+        width = x_BWHK.shape[3]
+        is_own_HK = jnp.arange(width)[None] * H // width == jnp.arange(H)[:, None]
+        return jnp.where(is_own_HK[None, None], x_BWHK, 0)
+
+    q_BHWK = of_head(q_BWHK.reshape(B, W, 1, -1) * scale).reshape(B, 1, W * H, -1)
+    if own:
+        own = jnp.repeat(own[0], H, axis=1), jnp.repeat(own[1], H, axis=1)
+        mask_BHWL = jnp.repeat(mask_BHWL, H, axis=2)
+    out_BWHK = _attend(q_BHWK, blocks, key_axes, mask_BHWL, own).reshape(B, W, H, -1)
+    return of_head(out_BWHK).sum(axis=2).reshape(B, W, H, -1)
+
+
+def _attend(
+    q_BHWK: jax.Array,
+    blocks: Sequence[Block],
+    key_axes: str,
+    mask_BHWL: jax.Array,
+    own: Block | None,
+) -> jax.Array:
+    """Attend with scaled queries. Returns [B, W, H, K].
+
     ``key_axes`` are those of the keys; on TPUs, transposing a block outside its branch would copy
     it. In self-attention, ``own`` holds the newest keys and values, which are not in the cache yet:
     the cache is read before it is written, so XLA can update it in place.
@@ -256,7 +290,6 @@ def _attend_to_blocks(
     - maximum) and a weighted sum of values. A block that a hypothesis does not attend to has a
     weight of exactly 0, whether it is computed or skipped.
     """
-    q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
     B, H, W, _ = q_BHWK.shape
     if own is None:
         nothing_BHWK = jnp.zeros((B, H, W, blocks[0][1].shape[3]), jnp.float32)
@@ -290,4 +323,4 @@ def _attend_to_blocks(
         state = jax.lax.cond(is_used, add, lambda state, *_: state, state, block, mask)
         start = stop
     _, total_BHW1, out_BHWK = state
-    return (out_BHWK / total_BHW1).swapaxes(1, 2).astype(q_BWHK.dtype)
+    return (out_BHWK / total_BHW1).swapaxes(1, 2).astype(q_BHWK.dtype)
