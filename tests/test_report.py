@@ -19,6 +19,7 @@ from random_models import lines_of_words, make_model, train_tokenizer
 
 from transformer_jax.checkpoint import save_model
 from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig, TrainingConfig
+from transformer_jax.config_io import to_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.report import __main__ as program
 from transformer_jax.report.page import word_diff
@@ -225,6 +226,7 @@ def test_a_missing_dev_set_is_reported(report, run, monkeypatch):
 )
 def test_invalid_flags_are_errors(flags, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(to_json(Config()))
     assert program.main(flags) == 2
     assert said in capsys.readouterr().err
 

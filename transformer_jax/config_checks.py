@@ -70,5 +70,5 @@ def _expected(value: Any, allowed: Any) -> str | None:
         words = [arguments[0].__name__, *typing.get_args(arguments[0])][-1]
         return None if fits else f"a tuple with each item {words}"
     if allowed is float and type(value) in (int, float):
-        return None if abs(value) < 1e38 else "a finite number (float32)"
+        return None if abs(value) <= 1e38 else "a finite number (float32)"
     return None if type(value) is allowed else allowed.__name__.replace("NoneType", "None")

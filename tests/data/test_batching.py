@@ -295,7 +295,7 @@ LONG = make_corpus(np.array([5, 30]), np.array([5, 40]))
     [
         (LONG, {"tokens": 319}, r"batch.tokens is 319; expected at least 320.*8 rows of 40"),
         (
-            make_corpus(np.array([[10**6]]), np.array([[10**6]])),  # too long to count all lengths
+            make_corpus(np.array([10**6]), np.array([10**6])),  # too long to count all lengths
             {},
             "batch.tokens is 25000; expected at least 8000000",
         ),
