@@ -279,9 +279,9 @@ class Transformer(nnx.Module):
         longest = min(cache.ancestors_BWT.shape[2], self.config.position_limit)
         x_BWD = self.target_embedding(tokens_BW, cache.position_B[:, None], num_positions=longest)
         hidden_BWD = self.decoder(x_BWD, None, None, None, caches=layers)
-        # One row: with rows of W hypotheses, XLA would copy the logits on a TPU.
-        logits_1RV = self.logits(hidden_BWD.reshape(1, -1, hidden_BWD.shape[2]))
-        return logits_1RV.reshape(*tokens_BW.shape, -1)
+        if jax.default_backend() == "tpu":  # XLA would copy logits in rows of W hypotheses
+            hidden_BWD = hidden_BWD.reshape(1, -1, hidden_BWD.shape[2])
+        return self.logits(hidden_BWD).reshape(*tokens_BW.shape, -1)
 
 
 class AbstractModel(NamedTuple):
