@@ -37,7 +37,7 @@ def check_api(site: Path) -> None:
     anchors = set(re.findall(r'id="transformer_jax\.(\w+)"', pages))
     differences = anchors.symmetric_difference(names)
     assert not differences, f"in the API reference or in __init__.pyi alone: {differences}"
-    assert "Number of source tokens if the vocabularies are separate; None: one" in pages
+    assert "Size of the source vocabulary if it is separate; None: one" in pages
 
 
 def check_search(site: Path) -> None:
