@@ -9,6 +9,7 @@ import importlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -203,6 +204,13 @@ def compiled_functions() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def limited_digits() -> Iterator[None]:
+    """Restore Python's limit on the digits of integers, which decode.py lifts in its process."""
+    yield
+    sys.set_int_max_str_digits(4300)
 
 
 @pytest.fixture
