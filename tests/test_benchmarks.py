@@ -220,7 +220,8 @@ def test_toy_sizes_of_the_accelerator_benchmarks(
         for name, program in all_parts.PROGRAMS.items()
     }
     monkeypatch.setattr(all_parts, "PROGRAMS", programs)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    flags = os.environ["XLA_FLAGS"].replace("device_count=1", "device_count=2")
+    monkeypatch.setenv("XLA_FLAGS", flags)
     chosen = ["attention", "train_base_2", "bart_32"]
     status, found = run_all(tmp_path, monkeypatch, "--toy", "--parts", *chosen)
     assert status == 0, found
