@@ -176,6 +176,8 @@ def test_filters(tmp_path, workers, sampling):
         ("one", "eins"),
         ("", "zwei"),
         ("two", "  "),
+        ("three", "\u200b"),  # normalization removes a zero-width space
+        ("\u200b", "drei"),
         (long, "eins"),
         ("eins", long),
         ("six", "sechs"),
@@ -185,7 +187,7 @@ def test_filters(tmp_path, workers, sampling):
     )
     corpus = build_corpus(config, TOKENIZER, data, tmp_path / "corpus", **sampling)
     copies = sampling.get("num_samples", 1)
-    assert (corpus.num_read, corpus.num_pairs) == (6 * copies, 2 * copies)
+    assert (corpus.num_read, corpus.num_pairs) == (8 * copies, 2 * copies)
     found = [TOKENIZER.source.decode(ids) for ids in sequences(corpus, "source")]
     assert found == ["one"] * copies + ["six"] * copies
 
