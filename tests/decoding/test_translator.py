@@ -185,6 +185,17 @@ def test_a_long_line_is_translated_in_segments(translator, caplog):
     assert len(several) == 3 and scores == sorted(scores, reverse=True)
 
 
+def test_each_line_and_each_segment_draws_its_own_samples(translator):
+    text = " ".join(WORDS) * 30
+    requests = [Request(text, prefix=WORDS[0].upper(), number=number) for number in (1, 2, 2)]
+    first, second, again = map(translator.sentences, requests)
+    seeds = [sentence.seed for sentence in first + second]
+    assert len(set(seeds)) == len(seeds) > 8
+    assert second == again
+    # Only the first segment begins with the prefix.
+    assert first[0].prefix and not any(sentence.prefix for sentence in first[1:])
+
+
 def test_segments_are_joined_with_spaces_unless_the_script_has_none(translator):
     texts = ("好。", "", "是", "Ja.", "Nein.")
     found = [[Hypothesis([i], -1.0, -1.0, [-0.5, -0.5])] for i in range(len(texts))]
