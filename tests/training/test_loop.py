@@ -4,9 +4,11 @@ import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chex
+import jax
 import numpy as np
 import pytest
 from number_names import number_files, number_names
@@ -34,6 +36,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.config_io import from_json
 from transformer_jax.errors import UserError
+from transformer_jax.training import evaluator as evaluator_module
 from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
@@ -170,6 +173,35 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_translations_are_scored_against_their_own_references(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process translates its share of the lines, here with a model that copies them."""
+    sources = [f"{letter} follows the others" for letter in "abcdefg"]
+    shares = [sources[number::processes] for number in range(processes)]
+    translated = []
+
+    def from_all(share: list[str]) -> list[list[str]]:
+        translated.append(share)
+        return shares
+
+    evaluator = object.__new__(Evaluator)
+    pairs = {"test": list(zip(sources, sources))}
+    vars(evaluator).update(_run=SimpleNamespace(config=tiny(), pairs=pairs))
+    evaluator._translator = SimpleNamespace(translate=lambda lines: [line.text for line in lines])
+    for name in ("_placed", "_whole"):
+        monkeypatch.setattr(Evaluator, name, lambda self, parameters: parameters)
+    monkeypatch.setattr(evaluator_module, "load_parameters", lambda checkpoints: {})
+    monkeypatch.setattr(evaluator_module, "from_all", from_all)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    for number in range(processes):
+        monkeypatch.setattr(jax, "process_index", lambda number=number: number)
+        figures, scores = evaluator.test([])
+        assert figures["exact_match"] == scores.exact_match == 1 and figures["bleu"] > 99
+    assert translated == shares
 
 
 def test_two_runs_cannot_share_a_work_directory(tmp_path: Path) -> None:
