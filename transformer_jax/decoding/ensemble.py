@@ -5,7 +5,6 @@ For the shape letters (B, W, ...), see ``model/attention.py`` and ``search.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import islice
 
@@ -43,9 +42,9 @@ class Ensemble(nnx.Module):
         return tuple(model.hidden(source_BS, target_BT) for model in self.models)
 
     def logits(self, hidden: tuple[Array, ...]) -> Array:
-        """Return the logarithms of the mean probabilities as float32 [B, T, V]."""
+        """Return logits of the mean probabilities, float32 [B, T, V]."""
         each = zip(self.models, hidden, strict=True)
-        return _log_mean([model.logits(hidden_BTD) for model, hidden_BTD in each])
+        return _of_mean([model.logits(hidden_BTD) for model, hidden_BTD in each])
 
     def cross_attention(self, source_BS: Array, target_BT: Array, layer: int) -> Array:
         """Return the mean of ``Transformer.cross_attention`` over the models."""
@@ -65,14 +64,14 @@ class Ensemble(nnx.Module):
         return empty_cache(cross, source_mask_BS, **sizes)
 
     def decode_step(self, tokens_BW: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
-        """Return the logarithms of the mean probabilities, float32 [B, W, V], and the new cache."""
+        """Return logits of the mean probabilities, float32 [B, W, V], and the new cache."""
         layers = cache.layers()
         rest = iter(layers)
         logits = [
             model.next_logits(tokens_BW, list(islice(rest, model.config.decoder_layers)))
             for model in self.models
         ]
-        return _log_mean(logits), cache.append(layers)
+        return _of_mean(logits), cache.append(layers)
 
 
 def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
@@ -81,7 +80,7 @@ def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
     return config.source_vocab_size or config.vocab_size, config.vocab_size
 
 
-def _log_mean(logits: Sequence[Array]) -> Array:
-    """Compute the logarithm of the models' mean probabilities."""
+def _of_mean(logits: Sequence[Array]) -> Array:
+    """Compute logits whose softmax is the mean of the models' probabilities."""
     log_probs = jnp.stack([jax.nn.log_softmax(each) for each in logits])
-    return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(logits))
+    return jax.nn.logsumexp(log_probs, axis=0)
