@@ -35,6 +35,7 @@ from transformer_jax.config import (
     TokenizerConfig,
 )
 from transformer_jax.config_io import from_json
+from transformer_jax.data.corpus import Corpus
 from transformer_jax.errors import UserError
 from transformer_jax.training import evaluator as evaluator_module
 from transformer_jax.training import loop
@@ -202,6 +203,16 @@ def test_translations_are_scored_against_their_own_references(
         figures, scores = evaluator.test([])
         assert figures["exact_match"] == scores.exact_match == 1 and figures["bleu"] > 99
     assert translated == shares
+
+
+def test_dev_sentences_may_be_longer_than_a_microbatch_allows() -> None:
+    config = changed(tiny(), batch={"tokens": 256}, optimizer={"accumulate_steps": 4})
+    evaluator = object.__new__(Evaluator)
+    vars(evaluator).update(_run=SimpleNamespace(config=config))
+    rows = config.batch.row_multiple
+    for length, shape in ((3, (16, 4, 4)), (23, (rows, 24, 24))):  # with EOS
+        corpus = Corpus.from_lists([[4] * length] * 16, [[4] * length] * 16)
+        assert evaluator._plan(corpus).shapes == (shape,)
 
 
 def test_two_runs_cannot_share_a_work_directory(tmp_path: Path) -> None:

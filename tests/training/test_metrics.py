@@ -1,17 +1,23 @@
-"""Metrics: TensorBoard files, full disks."""
+"""Metrics: averages of several steps, TensorBoard files, full disks."""
 
 import errno
+import math
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from runs import entries
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from transformer_jax import storage
-from transformer_jax.training.reporting import Reporter
+from transformer_jax.training import reporting
+from transformer_jax.training.loss import LossSums
+from transformer_jax.training.progress import Progress
+from transformer_jax.training.reporting import Meter, Reporter
+from transformer_jax.training.step import StepMetrics
 
 
 def events(workdir: Path) -> list[Any]:
@@ -24,6 +30,28 @@ def events(workdir: Path) -> list[Any]:
         found.append(Event.FromString(data[12 : 12 + length]))
         data = data[16 + length :]
     return found
+
+
+def step_metrics(*sums: float, source_tokens: float = 30, bad: int = 0) -> StepMetrics:
+    return StepMetrics(LossSums(*sums), *np.float32([source_tokens, 1, 0.1, bad, bad]))
+
+
+def test_an_entry_has_the_averages_since_the_last_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A skipped step takes time, but its loss does not count. Pauses do not count at all."""
+    clock = iter([0, 2, 5, 100, 101, 102])
+    monkeypatch.setattr(reporting.time, "perf_counter", lambda: next(clock))
+    meter = Meter(progress := Progress())
+    meter.add(step_metrics(40, 20, 5, 20))  # loss, nll, correct, target tokens
+    meter.add(step_metrics(math.nan, math.nan, 0, 10, bad=1))
+    first = {"loss": 2, "nll": 1, "perplexity": math.e, "accuracy": 0.25, "tokens_per_second": 18}
+    assert meter.entry() == pytest.approx(first)
+    meter.restart()  # after an evaluation
+    meter.add(step_metrics(30, 10, 10, 10, source_tokens=20))
+    second = {"loss": 3, "nll": 1, "perplexity": math.e, "accuracy": 1, "tokens_per_second": 30}
+    assert meter.entry() == pytest.approx(second)
+    assert (progress.tokens, progress.train_seconds) == (120, 6)
+    meter.add(step_metrics(math.nan, math.nan, 0, 10, bad=1))
+    assert math.isnan(meter.entry()["loss"])
 
 
 def test_tensorboard_curves(tmp_path: Path) -> None:
