@@ -42,7 +42,7 @@ from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.loss import LossSums
-from transformer_jax.training.prepare import with_layout
+from transformer_jax.training.prepare import prepare, with_layout
 from transformer_jax.training.reporting import Meter
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.signals import Signals
@@ -358,6 +358,10 @@ def test_training_on_packed_rows_with_bpe_dropout(tmp_path: Path) -> None:
     found = entries(tmp_path / "run")
     assert found[-1]["loss"] < found[0]["loss"]
     assert entries(tmp_path / "run", "start")[0]["source_fill"] > 0.9
+    config = changed(config, data={"dev": number_files(20, "dev")})
+    with prepare(config, tmp_path / "run", devices=ONE) as run:
+        pairs = {name: corpus.num_pairs for name, corpus in run.corpora.items()}
+    assert pairs == {"train": 3 * 500, "dev": 20}  # only the training set is sampled
 
 
 def test_a_stuck_step_writes_tracebacks(

@@ -313,6 +313,8 @@ def test_a_non_finite_step_is_skipped_and_counted() -> None:
     norm["scale"] = scale
     state, metrics = run.train_step(state, batch())
     assert (int(metrics.bad_steps), int(metrics.bad_in_a_row)) == (2, 0)
+    second = learning_rate_schedule(CONFIG.optimizer, CONFIG.model.d_model)(1)
+    assert float(metrics.learning_rate) == pytest.approx(float(second))  # of the second update
 
 
 def test_gradients_are_clipped_to_a_global_norm() -> None:
