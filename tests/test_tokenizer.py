@@ -92,11 +92,11 @@ def test_training_is_reproducible_and_quiet(algorithm, joint, capfd):
 @pytest.mark.parametrize("joint", [True, False])
 def test_training_sentences_are_spread_over_the_text(joint):
     pairs = tuple((f"{'a' if i < 500 else 'b'}{i}", f"x{i}") for i in range(1000))
-    some = train(joint=joint, pairs=pairs, vocab_size=20, max_training_sentences=256)
+    some = train(joint=joint, pairs=pairs, vocab_size=40, max_training_sentences=256)
     # Every 4th pair (250 of 1,000; at most 256) on each side, or every 8th if both sides share the
     # limit
     every = pairs[:: 8 if joint else 4]
-    assert some.fingerprint == train(joint=joint, pairs=every, vocab_size=20).fingerprint
+    assert some.fingerprint == train(joint=joint, pairs=every, vocab_size=40).fingerprint
 
 
 @pytest.mark.parametrize("joint", [True, False])

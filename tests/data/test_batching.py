@@ -234,6 +234,13 @@ def test_little_padding_of_real_text(shared_data, name, vocab_size, tmp_path):
     assert min(packed.fill) >= 0.95, packed.fill
 
 
+def test_a_few_rare_lengths_do_not_get_a_bucket():
+    """A bucket counts as a whole batch, here of 250 rows."""
+    for rare, own in ((3, 0), (1000, 1)):
+        lengths_N = np.repeat([10, 20, 30], [1000, rare, 1000])
+        assert choose_widths(np.stack([lengths_N] * 2), 3, 5000).count((20, 20)) == own
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60),

@@ -103,6 +103,14 @@ def test_copies_of_a_pair_have_different_segmentations(tmp_path):
         assert versions[0] != versions[1] != versions[2] != versions[0]
 
 
+def test_chunks_and_sides_of_a_text_draw_their_own_segmentations():
+    job = tokenize.TokenizeJob(TOKENIZER, DataConfig(), sampling=0.3)
+    same = [("seventeen thousand", "seventeen thousand")] * 5
+    drawn = [job.tokenize(number, same).sides for number in (0, 1, 1)]
+    flat = [[tuple(tokens.tolist()) for tokens, _ in sides] for sides in drawn]
+    assert flat[1] == flat[2] and len({*flat[0], *flat[1]}) == 4
+
+
 def test_the_number_of_workers_does_not_matter(tmp_path):
     for workers in (1, 2):
         data = DataConfig(workers=workers)
