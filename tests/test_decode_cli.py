@@ -274,6 +274,14 @@ def test_alignments(decode, expected):
         targets = [pair.split("-")[1] for pair in pairs.split()]
         assert sorted(set(map(int, targets))) == list(range(len(translation.split())))
         assert all(int(pair.split("-")[0]) < len(source.split()) for pair in pairs.split())
+    plain, aligned = (
+        decode("--nbest", 2, *flags)[1].splitlines() for flags in ((), ("--alignments", "hard"))
+    )
+    assert [line.rpartition(" ||| ")[0] for line in aligned] == plain
+    for line in aligned:
+        _, text, _, pairs = line.split(" ||| ")
+        targets = {int(pair.split("-")[1]) for pair in pairs.split()}
+        assert targets == set(range(len(text.split())))
 
 
 def test_score(decode, tmp_path):

@@ -40,6 +40,7 @@ def test_an_evaluation_has_all_three_scores():
     assert found.bleu == bleu(HYPOTHESES, references, tokenize="char")
     assert found.chrf == chrf(HYPOTHESES, references)
     assert found.exact_match == 1 / 3
+    assert evaluate(["a "], ["a"]).exact_match == 0
     assert str(found) == f"{found.bleu}\n{found.chrf}\nexact match 33.33%"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -92,6 +95,15 @@ def test_scores_equal_the_searchs(model, tokenizer, scorer):
     ):
         np.testing.assert_allclose(log_probs, t.token_log_probs, atol=1e-4)
         assert log_probs.sum() == pytest.approx(t.log_prob, abs=1e-4)
+
+
+def test_scores_use_the_length_penalty_of_the_config(scorer):
+    other = copy.copy(scorer)
+    for alpha, offset in ((0.6, 5.0), (1.0, 0.0), (0.5, 2.0)):
+        other.config = replace(CONFIG, length_penalty=alpha, length_offset=offset)
+        [t] = other.score([(LINES[0], TARGETS[0])])
+        expected = t.log_prob / ((offset + t.length) / (offset + 1)) ** alpha
+        assert t.score == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_ensemble_averages_probabilities(model, tokenizer, pairs):

@@ -358,3 +358,16 @@ def test_a_model_is_not_saved_over_a_run(
     _save(checkpoints, run, 1)
     with pytest.raises(FileExistsError):
         save_model(tmp_path, *load_model(tmp_path))
+
+
+def test_training_does_not_modify_an_imported_model(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
+) -> None:
+    _save(checkpoints, run, 1)
+    config, *model = load_model(tmp_path)
+    save_model(tmp_path / "imported", config, *model)
+    message = "contains an imported model, which training does not modify"
+    claim = claimed(Workdir(tmp_path / "imported"), config)
+    with pytest.raises(UserError, match=message), claim:
+        pass
+    assert load_model(tmp_path / "imported")[0] == config

@@ -164,16 +164,21 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
         steps=8, eval_every=2, checkpoint_every=2, keep_checkpoints=1, average=1, select_by="bleu"
     )
     bleus = iter([3.0, 9.0, 1.0, 5.0])
+
+    def evaluation(self: Evaluator, parameters: Any) -> tuple[dict[str, float], str]:
+        if (bleu := next(bleus)) == 9.0:
+            time.sleep(1)
+        return dev_figures(1.0, dev_bleu=bleu), ""
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Evaluator,
-            "dev",
-            lambda self, parameters: (dev_figures(1.0, dev_bleu=next(bleus)), ""),
-        )
+        patch.setattr(Evaluator, "dev", evaluation)
         patch.setattr(Evaluator, "test", lambda self, checkpoints: ({}, None))
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]
+    # The step after the long evaluation is as fast as others.
+    rates = [entry["tokens_per_second"] for entry in entries(tmp_path / "run")]
+    assert rates[4] > 2 * config.batch.tokens
 
 
 @pytest.mark.parametrize("processes", [1, 3])

@@ -95,6 +95,14 @@ def test_a_full_disk_loses_entries_but_does_not_end_the_run(
     )
 
 
+def test_readers_see_the_old_or_the_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    with path.open() as reader:
+        storage.write_atomically(path, "new")
+        assert (reader.read(), path.read_text()) == ("old", "new")
+
+
 def test_the_error_of_a_full_disk_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
