@@ -190,7 +190,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Collect garbage less often, because tracing creates many objects."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 50, 50)
 
 
 @pytest.fixture(scope="module", autouse=True)
