@@ -18,6 +18,7 @@ from reference_search import Rules, reference_search
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig
 from transformer_jax.decoding.buckets import Bucket, make_buckets
 from transformer_jax.decoding.engine import Hypothesis
+from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.segments import joint
 from transformer_jax.decoding.translator import Translator
@@ -259,6 +260,9 @@ def test_learned_positions_limit_lengths(tokenizer):
         translator(5).translate([Request(WORDS[0], prefix=" ".join(WORDS).upper())])
     [[translation]] = translator(5, min_length=5).stream([WORDS[0]])
     assert translation.length == 5
+    models = [make_model(tokenizer), short.model]
+    for both in (models, models[::-1]):  # an ensemble has the fewest positions of its models
+        assert Translator(Ensemble(both), tokenizer, CONFIG).engines[0].longest_source == 12
 
 
 def test_longer_sources_have_fewer_rows(monkeypatch):

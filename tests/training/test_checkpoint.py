@@ -116,6 +116,18 @@ def test_retention_of_the_newest_and_best(checkpoints: Checkpoints, run: StepFun
     assert checkpoints.steps() == [4, 5]
 
 
+def test_retention_of_an_unscheduled_checkpoint_until_the_next_one(
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
+) -> None:
+    """Saved for a signal or an evaluation."""
+    config = changed(config, training={"checkpoint_every": 4})
+    checkpoints, kept = _begin(tmp_path, config, tokenizer), []
+    for step in (4, 5, 7, 8):
+        _save(checkpoints, run, step)
+        kept.append(checkpoints.steps())
+    assert kept == [[4], [4, 5], [4, 7], [4, 8]]
+
+
 def test_retention_of_the_average_that_ends_at_the_best_step(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:

@@ -70,6 +70,7 @@ def test_contents_of_a_work_directory(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 30
     assert summary["stopped_by"] is None
+    assert 0 < summary["epochs"] < 5 and summary["epochs"] % 1
     assert set(summary["test"]) >= {"bleu", "bleu_signature", "chrf", "exact_match"}
     assert (
         summary["cpu_cores"]
