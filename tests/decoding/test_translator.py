@@ -16,6 +16,7 @@ from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 from reference_search import Rules, reference_search
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig
+from transformer_jax.decoding import trained_models
 from transformer_jax.decoding.buckets import Bucket, make_buckets
 from transformer_jax.decoding.engine import Hypothesis
 from transformer_jax.decoding.ensemble import Ensemble
@@ -278,6 +279,18 @@ def test_longer_sources_have_fewer_rows(monkeypatch):
     assert make_buckets(129, 1) == (Bucket(short, 1), Bucket((129,), 1))
     assert make_buckets(10, 5) == (Bucket((10,), 5),)
     assert make_buckets(2**31 - 1, 32)[-1].lengths[-1] == 2**31 - 1  # without counting to it
+
+
+def test_an_ensemble_has_the_settings_of_its_first_run(model, tokenizer, monkeypatch):
+    runs = {name: DecodingConfig(beam_size=size) for name, size in (("first", 2), ("second", 7))}
+    monkeypatch.setattr(trained_models, "local_workdir", lambda name: name)
+    monkeypatch.setattr(
+        trained_models,
+        "load_model",
+        lambda name: (SimpleNamespace(decoding=runs[name]), model, tokenizer),
+    )
+    both, _, config = trained_models.load_models(["first", "second"], min_length=3)
+    assert len(both.models) == 2 and (config.beam_size, config.min_length) == (2, 3)
 
 
 def test_suppressed_tokens_outside_the_vocabulary(model, tokenizer):

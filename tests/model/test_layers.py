@@ -1,4 +1,4 @@
-"""Layers: activations."""
+"""Layers: activations, embeddings."""
 
 import dataclasses
 import math
@@ -7,11 +7,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from reference import against_reference
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.layers import FeedForward, relu
+from transformer_jax.model.layers import Embedding, FeedForward, relu
+from transformer_jax.model.positions import sinusoidal_positions
 
 
 def test_relu_equals_jax_relu_with_gradient_0_at_0() -> None:
@@ -22,6 +24,19 @@ def test_relu_equals_jax_relu_with_gradient_0_at_0() -> None:
         np.testing.assert_array_equal(gradient, [0, 0, 0, 1, 1, 1])
     _, tangent = jax.jvp(relu, (x,), (jnp.full_like(x, 5.0),))
     np.testing.assert_array_equal(tangent, [0, 0, 0, 5, 5, 5])
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "learned"])
+def test_embeddings_are_scaled_and_sinusoids_are_not(
+    positions: Literal["interleaved", "learned"],
+) -> None:
+    config = ModelConfig(d_model=16, num_heads=1, positions=positions, dtype="float32")
+    embedding = Embedding(9, config, rngs=nnx.Rngs(0))
+    tokens, at = np.array([[7, 4, 8]]), np.array([[0, 5, 2]])
+    learned = embedding.position_matrix
+    added = sinusoidal_positions(6, 16) if learned is None else 4 * learned[...]
+    expected = 4 * embedding.matrix[...][tokens] + added[at]
+    np.testing.assert_allclose(embedding(tokens, at, num_positions=6), expected, rtol=1e-6)
 
 
 def test_swiglu_equals_its_formula() -> None:

@@ -135,6 +135,9 @@ def test_a_prefix_begins_the_translation(server: Server) -> None:
     [expected] = server.translator.translate([Request("one two", "SIX")])
     assert server.ask(q="one two", prefix="SIX").json["translatedText"] == expected
     assert expected.startswith("SIX")
+    [other] = server.translator.translate(["three"])  # only the first sentence has the prefix
+    answer = server.ask(q="one two\nthree", prefix="SIX").json
+    assert answer["translatedText"] == f"{expected}\n{other}"
     reply = server.ask(q="one two", prefix="日本")
     assert reply.status == 400 and "outside the vocabulary" in reply.json["error"]
 
