@@ -154,6 +154,13 @@ def test_sentences_are_streamed_in_order(server: Server) -> None:
     assert server.ask("/translate/stream", q=["a", "b"]).status == 400
 
 
+def counted(figures: str) -> tuple[float, ...]:
+    """Sentences and target tokens so far."""
+    names = "transformer_sentences_total", "transformer_target_tokens_total"
+    found = [re.findall(name + r'{pair="en-de"} (.*)', figures) for name in names]
+    return tuple(float(value) for [value] in found)
+
+
 def test_languages_health_metrics_and_docs(server: Server) -> None:
     languages = [{"code": "en", "name": "en", "targets": ["de"]}]
     assert server.request("GET", "/languages").json == languages
@@ -162,10 +169,11 @@ def test_languages_health_metrics_and_docs(server: Server) -> None:
     figures = server.request("GET", "/metrics").body.decode()
     assert 'http_requests_total{handler="/translate",method="POST",status="200"}' in figures
     assert "transformer_rows 4.0" in figures
-    [counted] = re.findall(r'transformer_sentences_total{pair="en-de"} (.*)', figures)
+    before = counted(figures)
     server.ask(q=["one", "two three"])
-    figures = server.request("GET", "/metrics").body.decode()
-    assert f'transformer_sentences_total{{pair="en-de"}} {float(counted) + 2}' in figures
+    after = counted(server.request("GET", "/metrics").body.decode())
+    found = server.translator.stream(["one", "two three"])
+    assert after == (before[0] + 2, before[1] + sum(best.length for [best] in found))
     docs = server.request("GET", "/docs").body.decode()
     assert "swagger" in docs and "://" not in docs.replace(server.url, "")
     paths = server.request("GET", "/openapi.json").json["paths"]
@@ -353,6 +361,20 @@ def test_an_unread_stream_leaves_the_queue(server: Server) -> None:
         return count
 
     assert asyncio.run(accepted()) == 0
+
+
+def test_the_rest_of_a_closed_stream_is_canceled(server: Server) -> None:
+    async def canceled() -> list[bool]:
+        answering = server.service.begin(Query(q="\n".join(LINES[:20]), target="de"))
+        coming = answering.by_sentence()
+        await anext(coming)
+        await coming.aclose()
+        [(_, tasks)] = answering.texts
+        await asyncio.wait(tasks)
+        return [task.cancelled() for task in tasks]
+
+    first, *_, last = asyncio.run(canceled())
+    assert last and not first
 
 
 def test_disconnected_clients_free_their_rows(server: Server) -> None:
