@@ -18,6 +18,7 @@ import pytest
 import torch
 from flax import nnx
 from random_models import lines_of_words, make_model, train_tokenizer, write_run
+from runs import xla_flags
 
 from benchmarks import all as all_parts
 from benchmarks import attention, in_turn
@@ -220,8 +221,7 @@ def test_toy_sizes_of_the_accelerator_benchmarks(
         for name, program in all_parts.PROGRAMS.items()
     }
     monkeypatch.setattr(all_parts, "PROGRAMS", programs)
-    flags = os.environ["XLA_FLAGS"].replace("device_count=1", "device_count=2")
-    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("XLA_FLAGS", xla_flags(2))
     chosen = ["attention", "train_base_2", "bart_32"]
     status, found = run_all(tmp_path, monkeypatch, "--toy", "--parts", *chosen)
     assert status == 0, found

@@ -82,6 +82,11 @@ def no_evaluation(config: Config) -> Config:
     return changed(config, data={"dev": PairsConfig(), "test": PairsConfig()})
 
 
+def xla_flags(devices: int) -> str:
+    """XLA's flags in tests, for programs with this many simulated devices."""
+    return re.sub(r"device_count=\d+", f"device_count={devices}", os.environ["XLA_FLAGS"])
+
+
 def command(
     workdir: Path | str,
     cache: Path,
@@ -103,10 +108,8 @@ def command(
         "from transformer_jax.config_io import from_json\n\n\n"
         f"def get_config():\n    return from_json({text!r})\n"
     )
-    count = f"device_count={devices}"
-    xla_flags = re.sub(r"device_count=\d+", count, os.environ["XLA_FLAGS"])
-    variables = os.environ | {"XLA_FLAGS": xla_flags, "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    variables |= dict(environment or {})
+    variables = os.environ | {"XLA_FLAGS": xla_flags(devices)}
+    variables |= {"JAX_COMPILATION_CACHE_DIR": str(cache), **(environment or {})}
     arguments = ["--config", str(file), "--workdir", str(workdir), *flags]
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *arguments],

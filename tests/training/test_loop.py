@@ -182,6 +182,13 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
     assert rates[4] > 2 * config.batch.tokens
 
 
+def bare_evaluator(config: Config, **fields: Any) -> Evaluator:
+    """An evaluator of a run that has only these fields."""
+    evaluator = object.__new__(Evaluator)
+    vars(evaluator).update(_run=SimpleNamespace(config=config, **fields))
+    return evaluator
+
+
 @pytest.mark.parametrize("processes", [1, 3])
 def test_translations_are_scored_against_their_own_references(
     processes: int, monkeypatch: pytest.MonkeyPatch
@@ -195,9 +202,7 @@ def test_translations_are_scored_against_their_own_references(
         translated.append(share)
         return shares
 
-    evaluator = object.__new__(Evaluator)
-    pairs = {"test": list(zip(sources, sources))}
-    vars(evaluator).update(_run=SimpleNamespace(config=tiny(), pairs=pairs))
+    evaluator = bare_evaluator(tiny(), pairs={"test": list(zip(sources, sources))})
     evaluator._translator = SimpleNamespace(translate=lambda lines: [line.text for line in lines])
     for name in ("_placed", "_whole"):
         monkeypatch.setattr(Evaluator, name, lambda self, parameters: parameters)
@@ -213,8 +218,7 @@ def test_translations_are_scored_against_their_own_references(
 
 def test_dev_sentences_may_be_longer_than_a_microbatch_allows() -> None:
     config = changed(tiny(), batch={"tokens": 256}, optimizer={"accumulate_steps": 4})
-    evaluator = object.__new__(Evaluator)
-    vars(evaluator).update(_run=SimpleNamespace(config=config))
+    evaluator = bare_evaluator(config)
     rows = config.batch.row_multiple
     for length, shape in ((3, (16, 4, 4)), (23, (rows, 24, 24))):  # with EOS
         corpus = Corpus.from_lists([[4] * length] * 16, [[4] * length] * 16)
