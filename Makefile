@@ -13,8 +13,8 @@ NUMBERS := 'forty-two' 'Seventeen thousand, six hundred and eight.' \
 	'nine hundred and ninety-nine thousand and one'
 
 # What `make quick` runs: no training runs, no engine, no other toolkit.
-QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_docs.py \
-	tests/test_launch.py tests/test_tokenizer.py tests/test_evaluation.py tests/data tests/parsing \
+QUICK := tests/test_layout.py tests/settings/test_config.py tests/test_cli.py tests/test_docs.py \
+	tests/test_launch.py tests/tokenization/test_tokenizer.py tests/test_evaluation.py tests/data tests/parsing \
 	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/decoding/test_records.py
 
 # The tests of the branches (serving, interop, parsing, report) and of what uses them.

@@ -1,7 +1,7 @@
 """A model of BART-large's shape, to decode with random weights. BART also normalizes embeddings."""
 
 from transformer_jax import Config, ModelConfig
-from transformer_jax.config import TokenizerConfig
+from transformer_jax.settings.config import TokenizerConfig
 
 
 def get_config() -> Config:

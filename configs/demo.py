@@ -4,7 +4,7 @@ Reads the files that ``python examples/number_names.py`` writes in data/numbers,
 --data.root.
 """
 
-from transformer_jax.config import (
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,

@@ -5,7 +5,7 @@ https://github.com/multi30k/dataset: train, val and test_2016_flickr, .en and .d
 from data/multi30k, or from the folder in --data.root. BLEU is computed on these tokens.
 """
 
-from transformer_jax.config import (
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,

@@ -8,7 +8,8 @@ r"""Constituency parsing of an artificial language: six minutes on two CPU cores
         --output data/pcfg/dev
 """
 
-from transformer_jax.config import (
+from transformer_jax.parsing.trees import bracket_symbols
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,
@@ -19,7 +20,6 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.parsing.trees import bracket_symbols
 
 
 def _pairs(split: str) -> PairsConfig:

@@ -16,9 +16,9 @@ With a base dropout of 0.2, D-drop0.2 has 0.3.
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from transformer_jax.config import Config
-from transformer_jax.config_io import flatten, load_config_file
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError, short_repr
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import flatten, load_config_file
 
 
 class Row(NamedTuple):
@@ -78,7 +78,7 @@ def get_config(argument: str) -> Config:
     """Config of a row on wmt14_base (C-N2) or on another base (C-N2,multi30k)."""
     row, _, base = argument.partition(",")
     if row not in ROWS:
-        raise UserError(f"Row {shown(row)} is unknown; expected one of {', '.join(ROWS)}.")
+        raise UserError(f"Row {short_repr(row)} is unknown; expected one of {', '.join(ROWS)}.")
     return change(row, load_config_file(base or "wmt14_base"))
 
 

@@ -6,7 +6,7 @@ files: --data.train.source train.de.gz --data.train.target train.en.gz, and the 
 test.
 """
 
-from transformer_jax.config import (
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,

@@ -7,7 +7,7 @@ for data.dev (newstest2013) and data.test (newstest2014). --data.root is then th
 files.
 """
 
-from transformer_jax.config import (
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,

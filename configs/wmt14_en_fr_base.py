@@ -7,8 +7,8 @@ Reads wmt14_translate/fr-en through TensorFlow Datasets, prepared in data/tfds o
 import dataclasses
 from pathlib import Path
 
-from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_io import load_config_file
+from transformer_jax.settings.config import Config, PairsConfig
+from transformer_jax.settings.config_files import load_config_file
 
 
 def _pairs(split: str) -> PairsConfig:

@@ -6,8 +6,8 @@ Data as in configs/wmt14_en_fr_base.py.
 import dataclasses
 from pathlib import Path
 
-from transformer_jax.config import Config
-from transformer_jax.config_io import load_config_file
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import load_config_file
 
 
 def get_config() -> Config:

@@ -10,7 +10,8 @@ docs/parsing.md describes the remaining steps, up to F1. To also train on trees 
 add their files to --data.train.source and --data.train.target.
 """
 
-from transformer_jax.config import (
+from transformer_jax.parsing.trees import bracket_symbols
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,
@@ -21,7 +22,6 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.parsing.trees import bracket_symbols
 
 LABELS = (
     "ADJP ADVP CONJP FRAG INTJ LST NAC NP NX PP PRN PRT QP RRC S SBAR SBARQ SINV SQ UCP VP WHADJP "

@@ -20,7 +20,7 @@ last 264 the test set:
 import dataclasses
 from pathlib import Path
 
-from transformer_jax.config import (
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DecodingConfig,
@@ -29,7 +29,7 @@ from transformer_jax.config import (
     PairsConfig,
     TrainingConfig,
 )
-from transformer_jax.config_io import load_config_file
+from transformer_jax.settings.config_files import load_config_file
 
 
 def get_config() -> Config:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-from transformer_jax import config_checks
+from transformer_jax.settings import checks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,9 +30,7 @@ highlight_language = "none"  # as on GitHub
 
 autodoc_default_options = {"members": True, "member-order": "bysource", "exclude-members": "rules"}
 autodoc_type_aliases = {  # show ranges by name
-    name: name
-    for name, kind in vars(config_checks).items()
-    if typing.get_origin(kind) is typing.Annotated
+    name: name for name, kind in vars(checks).items() if typing.get_origin(kind) is typing.Annotated
 }
 
 add_module_names = False

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-import transformer_jax as tj
+from transformer_jax.support import needs_extra
 
-with tj.needs_extra("demo"):
+with needs_extra("demo"):
     from num2words import num2words
 
 COUNT = 1_000_000

@@ -17,6 +17,7 @@ import tyro
 from sacrebleu.metrics import BLEU
 
 import transformer_jax as tj
+from transformer_jax.support import needs_extra
 
 
 def main(hypotheses: Path, references: Path, language: str, tokenized: bool = False) -> None:
@@ -40,7 +41,7 @@ def main(hypotheses: Path, references: Path, language: str, tokenized: bool = Fa
 
 def moses(language: str) -> Callable[[str], str]:
     """Return the Moses tokenizer of a language, such as de."""
-    with tj.needs_extra("paper"):
+    with needs_extra("paper"):
         from sacremoses import MosesPunctNormalizer, MosesTokenizer
         from sacremoses.corpus import NonbreakingPrefixes
     known = sorted(set(NonbreakingPrefixes().available_langs.values()))

@@ -35,7 +35,7 @@ SLOW = [
         "test_table3",
         "test_decode_cli",
         "serving/test_workers",
-        "training/test_checkpoint",
+        "saved_models/test_checkpoint",
         "training/test_compiling",
         "decoding/test_continuous_batching",
         "serving/test_page",

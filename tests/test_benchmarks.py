@@ -26,16 +26,16 @@ from benchmarks.all import Part, Program
 from benchmarks.chart import COLORS, chart, comparisons
 from benchmarks.in_turn import markdown, measure
 from benchmarks.train import torch_loss
-from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig
 from transformer_jax.decoding.program import decode
 from transformer_jax.interop.pytorch import to_torch
 from transformer_jax.model.attention import attention_mask
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.settings.config import Config, DataConfig, DecodingConfig, ModelConfig
 from transformer_jax.training.loss import smoothed_cross_entropy
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
-from transformer_jax.config import Config, ModelConfig, TokenizerConfig
+from transformer_jax.settings.config import Config, ModelConfig, TokenizerConfig
 def get_config():
     model = ModelConfig(d_model=16, d_ff=32, num_heads=2, num_layers=1)
     return Config(model=model, tokenizer=TokenizerConfig(vocab_size=64))

@@ -25,12 +25,12 @@ from benchmarks.hlo import (
     kernels,
 )
 from benchmarks.in_turn import markdown
-from transformer_jax.config import Config, MeshConfig, ModelConfig
 from transformer_jax.data.batching import Batch
+from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.model.layers import EncoderLayer
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.sharding import make_mesh
+from transformer_jax.settings.config import Config, MeshConfig, ModelConfig
 from transformer_jax.training.loss import smoothed_cross_entropy
 from transformer_jax.training.step import COMPILER_OPTIONS, make_step_functions
 

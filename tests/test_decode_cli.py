@@ -20,7 +20,12 @@ import pytest
 from flax import nnx
 from random_models import write_run
 
-from transformer_jax.config import (
+from transformer_jax.decoding import __main__ as program
+from transformer_jax.decoding import trained_models
+from transformer_jax.decoding.program import checked_flags
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.settings.config import (
     Config,
     DataConfig,
     DecodingConfig,
@@ -28,13 +33,8 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.decoding import __main__ as program
-from transformer_jax.decoding import trained_models
-from transformer_jax.decoding.program import checked_flags
-from transformer_jax.decoding.translator import Translator
-from transformer_jax.model.transformer import Transformer
-from transformer_jax.special_ids import EOS_ID
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.tokenization.special_ids import EOS_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = ["one two three", "", "four five", "three one five two", "   ", "two two", "five"]

@@ -19,8 +19,8 @@ from flax import nnx
 
 from transformer_jax import Transformer
 from transformer_jax.cli import config_in_flags, parse_flags
-from transformer_jax.config import Config
-from transformer_jax.config_io import flatten, load_config_file, recipe_path
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import flatten, load_config_file, recipe_path
 from transformer_jax.training.__main__ import Arguments
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax import needs_extra
+from transformer_jax.support import needs_extra
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -23,8 +23,8 @@ USES = {  # code that needs the packages of an extra
     "_run(['--workdir', '.', '--output', 'report.html'])",
     "interop": "from transformer_jax.interop.huggingface import export_huggingface\n"
     "export_huggingface(None, None, None, None)",
-    "gcs": "from transformer_jax.storage import to_path; to_path('gs://bucket/run')",
-    "s3": "from transformer_jax.storage import to_path; to_path('s3://bucket/run')",
+    "gcs": "from transformer_jax.storage.files import to_path; to_path('gs://bucket/run')",
+    "s3": "from transformer_jax.storage.files import to_path; to_path('s3://bucket/run')",
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.train import model_flops
-from transformer_jax.config import ModelConfig
+from transformer_jax.settings.config import ModelConfig
 
 
 def test_flops_of_single_tokens_equal_a_manual_count() -> None:

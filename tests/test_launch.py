@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 from transformer_jax.cli import parse_flags
-from transformer_jax.config import Config, Processes
-from transformer_jax.config_io import flatten
 from transformer_jax.serving import flags as serving
+from transformer_jax.settings.config import Config, Processes
+from transformer_jax.settings.config_files import flatten
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"

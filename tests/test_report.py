@@ -17,12 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_models import lines_of_words, make_model, train_tokenizer
 
-from transformer_jax.checkpoint import save_model
-from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig, TrainingConfig
-from transformer_jax.config_io import to_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.report import __main__ as program
 from transformer_jax.report.page import word_diff
+from transformer_jax.saved_models.checkpoint import save_model
+from transformer_jax.settings.config import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    PairsConfig,
+    TrainingConfig,
+)
+from transformer_jax.settings.config_files import to_json
 
 LINES = lines_of_words(12)
 HOSTILE = "<script>alert(1)</script><img src='http://example.org/a.png'>"

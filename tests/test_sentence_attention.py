@@ -17,7 +17,7 @@ from transformer_jax import (
     attention_mask,
 )
 from transformer_jax.report.attention import sentence_attention
-from transformer_jax.special_ids import BOS_ID, EOS_ID
+from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID
 
 LINES = lines_of_words(12)
 DECODING = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=1)

@@ -10,12 +10,12 @@ import pytest
 from runs import ONE, changed, tiny
 
 from transformer_jax import Translator
-from transformer_jax.config import Config, DecodingConfig, MeshConfig, TokenizerConfig
-from transformer_jax.config_io import flatten, load_config_file, recipe_path, to_json
 from transformer_jax.data.batching import Batch
+from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
-from transformer_jax.sharding import make_mesh
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import Config, DecodingConfig, MeshConfig, TokenizerConfig
+from transformer_jax.settings.config_files import flatten, load_config_file, recipe_path, to_json
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import make_step_functions

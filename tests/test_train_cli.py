@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from number_names import number_files
 
-from transformer_jax.config import Config
-from transformer_jax.config_io import flatten, load_config_file, to_json
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import flatten, load_config_file, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -77,7 +77,7 @@ def test_programs_run_without_the_clone(installed: Path, tmp_path: Path) -> None
     code = "import transformer_jax; print(transformer_jax.Config, transformer_jax.__file__)"
     text = run([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(installed))
     assert text.split()[1:] == [
-        "'transformer_jax.config.Config'>",
+        "'transformer_jax.settings.config.Config'>",
         str(installed / "transformer_jax" / "__init__.py"),
     ]
 

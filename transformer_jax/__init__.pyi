@@ -1,21 +1,6 @@
 """Public names of the package, for ``__init__.py``, type checkers and editors."""
 
-from .checkpoint import load_model, save_model
 from .cli import flag_values, parse_flags, run_program
-from .compilation_cache import keep_compiled
-from .config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    DecodingConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PairsConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
-from .config_io import load_config_file
 from .data.batching import Batch, BatchPlan
 from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
@@ -30,22 +15,34 @@ from .decoding.records import Request, Translation
 from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
 from .decoding.search import SearchResult, gather_beams, search
-from .decoding.segments import joint
 from .decoding.translator import Translator
-from .errors import UserError, needs_extra, shown
+from .devices.sharding import batch_sharding, make_mesh, state_shardings
+from .errors import UserError
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
 from .model.kv_cache import DecoderCache
 from .model.layers import DecoderLayer, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
-from .remote_workdir import local_workdir
+from .saved_models.checkpoint import load_model, save_model
+from .saved_models.remote_workdir import local_workdir
 from .serving.async_translator import AsyncTranslator, SearchFailed
-from .sharding import batch_sharding, make_mesh, state_shardings
-from .special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from .storage import write_atomically
-from .subword_model import SubwordModel
-from .tokenizer import Tokenizer
+from .settings.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    DecodingConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PairsConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+from .settings.config_files import load_config_file
+from .tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from .tokenization.subword_model import SubwordModel
+from .tokenization.tokenizer import Tokenizer
 from .training.loop import train
 from .training.loss import smoothed_cross_entropy
 from .training.optimizer import learning_rate_schedule, make_optimizer
@@ -104,8 +101,6 @@ __all__ = [
     "dot_product_attention",
     "flag_values",
     "gather_beams",
-    "joint",
-    "keep_compiled",
     "learning_rate_schedule",
     "load_batches",
     "load_config_file",
@@ -113,17 +108,14 @@ __all__ = [
     "local_workdir",
     "make_mesh",
     "make_optimizer",
-    "needs_extra",
     "parse_flags",
     "read_lines",
     "read_pairs",
     "run_program",
     "save_model",
     "search",
-    "shown",
     "sinusoidal_positions",
     "smoothed_cross_entropy",
     "state_shardings",
     "train",
-    "write_atomically",
 ]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformer_jax.config import Config
-from transformer_jax.config_io import load_config_file
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError, short_repr
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import load_config_file
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def run_program(work: Callable[[], int | None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         status = 2
     except OSError as error:
-        file = "" if error.filename is None else f"{shown(error.filename)}: "
+        file = "" if error.filename is None else f"{short_repr(error.filename)}: "
         advice = (
             "check the path, its permissions, free disk space, limits (ulimit -a), and the network"
         )

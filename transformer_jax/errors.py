@@ -11,7 +11,7 @@ class UserError(ValueError):
     """
 
 
-def shown(value: object, *, limit: int = 120) -> str:
+def short_repr(value: object, *, limit: int = 120) -> str:
     """Return ``repr(value)`` for a message, with the middle cut out if it is long."""
     try:
         text = repr(value)

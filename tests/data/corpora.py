@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch
 from transformer_jax.data.corpus import Corpus, Sequences
+from transformer_jax.settings.config import BatchConfig
 
 EOS = 2
 FIRST_ID = 10  # of regular tokens

@@ -20,12 +20,12 @@ from corpora import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch, BatchPlan, permutation
 from transformer_jax.data.bucketing import choose_widths, fill_buckets
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
 from transformer_jax.errors import UserError
+from transformer_jax.settings.config import BatchConfig
 
 
 @layouts

@@ -19,15 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from number_names import number_files
 
-from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.data import corpus as corpora
 from transformer_jax.data import tokenize
 from transformer_jax.data.corpus import Corpus, Sequences, build_corpus, open_corpus
 from transformer_jax.data.sources import ParallelText, read_pairs
+from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
-from transformer_jax.machine import num_cores
-from transformer_jax.special_ids import EOS_ID
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import DataConfig, PairsConfig, TokenizerConfig
+from transformer_jax.tokenization.special_ids import EOS_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 NUMBERS = number_files(3000)
 PAIRS = list(read_pairs(NUMBERS))
@@ -262,10 +262,10 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
 BUILDER = """
 import os, signal, sys
-from transformer_jax.config import DataConfig, PairsConfig
+from transformer_jax.settings.config import DataConfig, PairsConfig
 from transformer_jax.data import corpus as corpora, tokenize
 from transformer_jax.data.corpus import build_corpus
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     folder, workers, chunks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

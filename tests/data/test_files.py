@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.config import PairsConfig
 from transformer_jax.data.sources import ParallelText, read_pairs
 from transformer_jax.errors import UserError
+from transformer_jax.settings.config import PairsConfig
 
 SOURCES, TARGETS = ("part-*.en", "extra.en"), ("part-*.de", "extra.de")
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches
+from transformer_jax.settings.config import BatchConfig
 
 
 def make_plan(layout: str = "bucketed") -> BatchPlan:

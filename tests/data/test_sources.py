@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_jax.config import PairsConfig
 from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
 from transformer_jax.errors import UserError
+from transformer_jax.settings.config import PairsConfig
 
 # Characters at which str.splitlines() would also break a line.
 ODD_LINES = ["a\x0bb\x0cc", "d\x1c\x1d\x1ee", "f\x85g\u2028h\u2029", "", "i\rj", " k "]

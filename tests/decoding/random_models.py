@@ -9,10 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax.config import Config, ModelConfig, TokenizerConfig
-from transformer_jax.config_io import to_json
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import Config, ModelConfig, TokenizerConfig
+from transformer_jax.settings.config_files import to_json
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import TrainState

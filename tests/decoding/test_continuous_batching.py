@@ -15,7 +15,13 @@ from flax import struct
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, resized, seat
+from transformer_jax.decoding.continuous_batching import (
+    EMPTY,
+    Found,
+    Rows,
+    admit_and_decode,
+    resized,
+)
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import results, search
 
@@ -43,7 +49,7 @@ results_of = jax.jit(lambda finished: results(finished, chains.PAD))
 
 @functools.cache
 def compiled(method, model, batch_size):
-    """Jitted functions that make empty rows and that seat a block."""
+    """Jitted functions that make empty rows and that admit_and_decode a block."""
 
     @jax.jit
     def start(limit_B, seed_B):
@@ -53,7 +59,7 @@ def compiled(method, model, batch_size):
     @jax.jit
     def seat_block(toys, rows, block, most, enough):
         step = functools.partial(model.step, toys)
-        return seat(method, step, rows, block, most, enough)
+        return admit_and_decode(method, step, rows, block, most, enough)
 
     return start, seat_block
 
@@ -62,11 +68,11 @@ def new_rows(method, batch_size, model=TOY_MODEL):
     nobody = np.zeros(batch_size, np.int32)
     cache = model.start_cache(nobody, beam_size=method.beam_size)
     state = compiled(method, model, batch_size)[0](nobody, nobody)
-    return Rows(np.full(batch_size, NOBODY), state, cache)
+    return Rows(np.full(batch_size, EMPTY), state, cache)
 
 
 def new_block(method, sentences, block_size, limits, model=TOY_MODEL):
-    sentences = np.array([*sentences, *[NOBODY] * (block_size - len(sentences))], np.int32)
+    sentences = np.array([*sentences, *[EMPTY] * (block_size - len(sentences))], np.int32)
     known = np.maximum(sentences, 0)
     limit_Q = np.where(sentences >= 0, limits[known], 0)
     state = compiled(method, model, block_size)[0](limit_Q, known)
@@ -103,7 +109,7 @@ def add(found, left):
     found |= dict.fromkeys(numbers[is_nan].tolist())
     sound = chains.hypotheses(jax.tree.map(lambda x: x[~is_nan], left.results))
     found |= zip(numbers[~is_nan].tolist(), sound, strict=True)
-    found.pop(NOBODY, None)
+    found.pop(EMPTY, None)
 
 
 def one_batch(method):
@@ -187,7 +193,7 @@ def test_steps_after_a_block_is_seated(most, enough):
     steps = min(most, {2: 5}.get(enough, 9))
     assert num_steps == steps
     assert rows.state.done_B.tolist() == [steps >= x for x in limits]
-    assert (left.number_R == NOBODY).all()
+    assert (left.number_R == EMPTY).all()
 
 
 def test_inputs_of_idle_rows_stay_in_the_vocabulary():
@@ -232,11 +238,11 @@ def test_few_slots_are_wasted():
 
 
 @pytest.mark.parametrize(
-    ("done_B", "numbers"), [([0, 1, 0], [7, 9]), ([0, 0, 0], [7, 8, 9, NOBODY, NOBODY])]
+    ("done_B", "numbers"), [([0, 1, 0], [7, 9]), ([0, 0, 0], [7, 8, 9, EMPTY, EMPTY])]
 )
 def test_resized_rows_hold_the_running_sentences_and_are_idle_otherwise(done_B, numbers):
     rows = new_rows(BEAM, 3)._replace(number_B=np.array([7, 8, 9]))
     rows = rows._replace(state=rows.state._replace(done_B=np.array(done_B, bool)))
     found = resized(rows, len(numbers))
     assert found.number_B.tolist() == numbers
-    assert found.state.done_B.tolist() == [number == NOBODY for number in numbers]
+    assert found.state.done_B.tolist() == [number == EMPTY for number in numbers]

@@ -14,11 +14,11 @@ from flax import nnx
 
 from benchmarks import hlo
 from benchmarks.compile_for import lowered_search
-from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Sentence, search_together
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
+from transformer_jax.settings.config import DecodingConfig, ModelConfig
 
 VOCAB = 40
 MODEL = ModelConfig(
@@ -93,7 +93,7 @@ def of_all_lengths():
     search, exact = engine._search, {"compiler_options": dict(USERS_CODE_GENERATOR)}
     engine._compiled = engine._compiled._replace(
         encode=jax.jit(search.encode, static_argnames="bucket", **exact),
-        seat=jax.jit(search.seat, static_argnames="bucket", **exact),
+        admit_and_decode=jax.jit(search.admit_and_decode, static_argnames="bucket", **exact),
     )
     sentences = [
         Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist(), wanted=2)
@@ -218,11 +218,11 @@ def test_devices_share_the_sentences(engine):
     searched = set()
     for device, one in enumerate(each):
 
-        def seat(*given, device=device, seat=one.seat, **limits):
+        def spy(*given, device=device, call=one.admit_and_decode, **limits):
             searched.add(device)
-            return seat(*given, **limits)
+            return call(*given, **limits)
 
-        one.seat = seat
+        one.admit_and_decode = spy
     for count, num_devices in ((30, 3), (8, 2), (0, 0)):
         searched.clear()
         sentences = SENTENCES[:count]

@@ -12,7 +12,6 @@ import random_models
 from flax import nnx
 from random_models import WORDS, lines_of_words, train_tokenizer
 
-from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding import scoring
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.ensemble import Ensemble
@@ -20,7 +19,8 @@ from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.settings.config import DecodingConfig, ModelConfig
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 
 LINES = lines_of_words(12)
 TARGETS = [line.upper() for line in reversed(LINES)]

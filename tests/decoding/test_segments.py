@@ -7,9 +7,9 @@ import itertools
 import pytest
 from random_models import WORDS, lines_of_words, train_tokenizer
 
-from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.segments import _SENTENCE_END, split
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import TokenizerConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 LINES = lines_of_words(23)
 

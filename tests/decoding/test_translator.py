@@ -15,7 +15,6 @@ from flax import nnx
 from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 from reference_search import Rules, reference_search
 
-from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig
 from transformer_jax.decoding import trained_models
 from transformer_jax.decoding.buckets import Bucket, make_buckets
 from transformer_jax.decoding.engine import Hypothesis
@@ -23,10 +22,11 @@ from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.segments import joint
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.sharding import make_mesh
-from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.settings.config import DecodingConfig, MeshConfig, ModelConfig
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 
 LINES = lines_of_words(23)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=6, max_source_length=24, batch_size=4)

@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.special_ids import EOS_ID
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    TokenizerConfig,
+)
+from transformer_jax.tokenization.special_ids import EOS_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 WORDS += ["eleven", "twelve"]

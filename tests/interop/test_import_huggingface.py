@@ -19,16 +19,6 @@ import transformers  # its classes are imported on first use, which takes 3 s
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from transformer_jax import checkpoint
-from transformer_jax.checkpoint import load_model
-from transformer_jax.config import (
-    BatchConfig,
-    DataConfig,
-    DecodingConfig,
-    PairsConfig,
-    TrainingConfig,
-)
-from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.segments import split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -37,7 +27,17 @@ from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
 from transformer_jax.report.attention import sentence_attention
-from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.saved_models import checkpoint
+from transformer_jax.saved_models.checkpoint import load_model
+from transformer_jax.settings.config import (
+    BatchConfig,
+    DataConfig,
+    DecodingConfig,
+    PairsConfig,
+    TrainingConfig,
+)
+from transformer_jax.settings.config_files import load_config_file
+from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.loop import train
 
 TAGS = [">>deu<<", ">>fra<<"]

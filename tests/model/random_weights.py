@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.settings.config import ModelConfig
 
 
 def random_transformer(config: ModelConfig, seed: int = 0) -> Transformer:

@@ -15,15 +15,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from reference import against_reference, with_gradients
 
 from benchmarks.hlo import collectives
-from transformer_jax.config import MeshConfig
+from transformer_jax.devices.sharding import batch_sharding, make_mesh
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention import (
     MultiHeadAttention,
     attention_mask,
     dot_product_attention,
 )
-from transformer_jax.model.attention_kernel import short_attention, takes
-from transformer_jax.sharding import batch_sharding, make_mesh
+from transformer_jax.model.attention_kernel import short_attention
+from transformer_jax.settings.config import MeshConfig
 
 # T, S, d_k, d_v: powers of two, or lengths that leave a block partly empty
 SHAPES = [
@@ -207,7 +207,9 @@ def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> bool:
         jax.ShapeDtypeStruct((2, length, 2, width), dtype)
         for length, width in ((T, d_k), (S, d_k), (S, d_v))
     )
-    return takes(q, k, v, jax.ShapeDtypeStruct((2, 1, T, S), bool) if mask else None)
+    return attention_kernel.supports(
+        q, k, v, jax.ShapeDtypeStruct((2, 1, T, S), bool) if mask else None
+    )
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -16,11 +16,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from random_weights import random_transformer
 
 from benchmarks import compile_for, hlo
-from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.model import decode_kernel
 from transformer_jax.model.kv_cache import DecoderCache, empty_cache
 from transformer_jax.model.transformer import Transformer, with_cast_weights
+from transformer_jax.settings.config import DecodingConfig, ModelConfig
 
 TINY = ModelConfig(
     vocab_size=40,

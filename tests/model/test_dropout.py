@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.model.dropout import DropoutKeys, dropout, kept
 from transformer_jax.model.layers import EncoderLayer
+from transformer_jax.settings.config import ModelConfig
 
 
 def dropped(x: np.ndarray, rate: float, key: jax.Array) -> np.ndarray:

@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 from reference import against_reference
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.model.layers import Embedding, FeedForward, relu
 from transformer_jax.model.positions import sinusoidal_positions
+from transformer_jax.settings.config import ModelConfig
 
 
 def test_relu_equals_jax_relu_with_gradient_0_at_0() -> None:

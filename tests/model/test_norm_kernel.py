@@ -12,12 +12,12 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from reference import against_reference, with_gradients
 
 from benchmarks.hlo import collectives
-from transformer_jax.config import MeshConfig, ModelConfig
+from transformer_jax.devices.sharding import batch_sharding, make_mesh, replicated
 from transformer_jax.model import norm_kernel
 from transformer_jax.model.dropout import kept
 from transformer_jax.model.norm_kernel import residual_norm
 from transformer_jax.model.norms import Residual
-from transformer_jax.sharding import batch_sharding, make_mesh, replicated
+from transformer_jax.settings.config import MeshConfig, ModelConfig
 
 CONFIG = ModelConfig(d_model=128, dropout=0.1)
 KEY = jax.random.key(7)
@@ -127,16 +127,16 @@ def test_kernels_are_selected_in_training_on_gpus(monkeypatch: pytest.MonkeyPatc
     assert _lowered(inputs, "cpu").count("gpu.triton") == 0
     assert _lowered([x[:, :13] if x.ndim == 3 else x for x in inputs], "cuda").count("triton") == 2
     x = inputs[0]
-    assert norm_kernel.takes(x)
-    assert not norm_kernel.takes(x.astype(jnp.float32))
-    assert not norm_kernel.takes(jax.ShapeDtypeStruct((2, 32, 192), x.dtype))
+    assert norm_kernel.supports(x)
+    assert not norm_kernel.supports(x.astype(jnp.float32))
+    assert not norm_kernel.supports(jax.ShapeDtypeStruct((2, 32, 192), x.dtype))
     without_dropout = jax.make_jaxpr(lambda x, y: Residual(CONFIG)(x, lambda _: y))(x, x)
     assert "pallas" not in str(without_dropout)
     for sizes, splits in (((2, 1, 2), True), ((2, 2, 1), False)):
         with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, ("data", "fsdp", "tensor"))):
-            assert norm_kernel.takes(x) is splits
+            assert norm_kernel.supports(x) is splits
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert not norm_kernel.takes(x)
+    assert not norm_kernel.supports(x)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -15,11 +15,11 @@ from flax import nnx
 from jax.experimental import checkify
 from random_weights import random_transformer
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.kv_cache import DecoderCache
 from transformer_jax.model.transformer import AttentionWeights, Transformer
-from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.settings.config import ModelConfig
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 from transformer_jax.training.loss import smoothed_cross_entropy
 
 Array = jax.Array | np.ndarray

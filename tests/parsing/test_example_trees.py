@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.config_io import load_config_file
 from transformer_jax.parsing.trees import Parse, from_sequence, read_parses
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config_files import load_config_file
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ARTIFICIAL = runpy.run_path(str(ROOT / "examples" / "artificial_trees.py"))

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from servers import LINES, Server, make_model_to_serve, serving
 
-from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.engine import Sentence
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.translator import Translator
@@ -24,7 +23,8 @@ from transformer_jax.serving.async_translator import LiveRows
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service, _split_tag
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import TokenizerConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 HEAD = b"POST /translate HTTP/1.1\r\nHost: x\r\n"

@@ -97,7 +97,7 @@ def style(locator: Any, name: str) -> float:
     return float(locator.evaluate(f"word => word.style.getPropertyValue('{name}')"))
 
 
-def shown(page: Any) -> list[str]:
+def short_repr(page: Any) -> list[str]:
     """The translations of the sentences on the page."""
     return page.locator(".target").all_inner_texts()
 
@@ -114,7 +114,7 @@ def copied(page: Any) -> str:
 def test_typing_shows_a_translation_with_shading(visit):
     page = visit()
     *sentences, done = translate(page, TEXT)
-    assert shown(page) == [sentence["translation"] for sentence in sentences]
+    assert short_repr(page) == [sentence["translation"] for sentence in sentences]
     assert page.locator(".source").all_inner_texts() == [each["source"] for each in sentences]
     for line, sentence in zip(page.locator(".target").all(), sentences, strict=True):
         words = line.get_by_role("option")
@@ -213,10 +213,10 @@ def test_an_alternative_replaces_the_translation(visit):
     choices.nth(1).click()
     expect(button).to_have_attribute("aria-expanded", "false")
     expect(button).to_be_focused()
-    assert shown(page)[1] == hypotheses[1]["translation"]
+    assert short_repr(page)[1] == hypotheses[1]["translation"]
     expect(page.locator("#spoken")).to_have_text(hypotheses[1]["translation"])
     translate(page, f"{TEXT} And more.")  # other sentences and the choice stay
-    assert shown(page)[1] == hypotheses[1]["translation"]
+    assert short_repr(page)[1] == hypotheses[1]["translation"]
     page.locator(".target .word").first.focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("list", name="Translations of sentence 1")).to_be_visible()
@@ -243,7 +243,7 @@ def test_html_in_a_text_is_shown_as_text(visit):
     for text in (HOSTILE, f"{FIRST} {HOSTILE}"):
         sentences = translate(page, text)[:-1]
         assert " ".join(page.locator(".source").all_inner_texts()) == text
-        assert shown(page) == [sentence["translation"] for sentence in sentences]
+        assert short_repr(page) == [sentence["translation"] for sentence in sentences]
         assert page.locator("img, b, script:not([src='page.js'])").count() == 0
 
 
@@ -502,7 +502,7 @@ def test_words_are_made_of_tokens(visit):
         translate(page, source)
         found = page.locator(".target .word")
         assert found.all_inner_texts() == words
-        assert shown(page) == [translation]
+        assert short_repr(page) == [translation]
         assert {each.get_attribute("title") for each in found.all()} == {"25% sure"}
         found.first.hover()
         expect(page.locator(".looked")).to_have_count(0)  # the response has no attention
@@ -532,7 +532,7 @@ def test_the_page_of_the_real_service(browser, server):
         page.goto(server.url)
         page.get_by_role("textbox", name="Text").fill("\n".join(LINES[6:9]))
         expect(page.locator("#copy")).to_be_enabled(timeout=30_000)
-        assert shown(page) == server.translator.translate(LINES[6:9])
+        assert short_repr(page) == server.translator.translate(LINES[6:9])
         page.locator(".target .word").first.hover()
         expect(page.locator(".tracing .looked").first).to_be_visible()
         page.get_by_role("button", name="2 alternatives").first.click()  # a beam of three
@@ -573,6 +573,6 @@ def test_a_sentence_without_a_translation(visit):
     nothing |= {"tokens": ["</s>"], "token_scores": [None], "alignment": None}
     answer_with(page, nothing | {"hypotheses": [nothing, nothing]})
     translate(page, "x <b>")
-    assert shown(page) == ["(no translation found)"]
+    assert short_repr(page) == ["(no translation found)"]
     page.get_by_role("button", name="1 alternative").click()
     expect(page.get_by_text("score unknown").first).to_be_visible()

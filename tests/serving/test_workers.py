@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from random_models import make_model
 
-from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.serving.async_translator import Entry, LiveRows
+from transformer_jax.settings.config import DecodingConfig
 
 VOCAB = 40
 
@@ -85,11 +85,17 @@ def test_results_equal_the_engines(num_models, settings):
     model = Ensemble(models) if num_models > 1 else models[0]
     engine = Engine(model, config, device=jax.devices()[0] if num_models > 1 else None)
     rows = live_rows(engine)
-    compiled = engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size()
+    compiled = (
+        engine._compiled.encode._cache_size(),
+        engine._compiled.admit_and_decode._cache_size(),
+    )
     of_seeds = [
         search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(2)
     ]
-    assert compiled == (engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size())
+    assert compiled == (
+        engine._compiled.encode._cache_size(),
+        engine._compiled.admit_and_decode._cache_size(),
+    )
     every = [sentence._replace(wanted=config.beam_size) for sentence in SENTENCES]
     alone = engine.search(every)
     for seed, found in enumerate(of_seeds):

@@ -6,7 +6,7 @@ import runpy
 import tempfile
 from pathlib import Path
 
-from transformer_jax.config import PairsConfig
+from transformer_jax.settings.config import PairsConfig
 
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "number_names.py"
 _FOLDER = tempfile.TemporaryDirectory(prefix="number-names-")

@@ -43,10 +43,10 @@ from runs import (
     tiny,
 )
 
-from transformer_jax.checkpoint import complete_steps
-from transformer_jax.config import Config
-from transformer_jax.remote_workdir import local_workdir
-from transformer_jax.storage import remote_path
+from transformer_jax.saved_models.checkpoint import complete_steps
+from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.settings.config import Config
+from transformer_jax.storage.files import remote_path
 
 HOSTS = 8
 URL, UNDISTURBED = "gs://ckpt/runs/disturbed", "gs://ckpt/runs/undisturbed"

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from number_names import number_files
 
-from transformer_jax.config import (
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,
@@ -105,7 +105,7 @@ def command(
     file = (folder or Path(workdir).parent) / name
     text = json.dumps(dataclasses.asdict(config))
     file.write_text(
-        "from transformer_jax.config_io import from_json\n\n\n"
+        "from transformer_jax.settings.config_files import from_json\n\n\n"
         f"def get_config():\n    return from_json({text!r})\n"
     )
     variables = os.environ | {"XLA_FLAGS": xla_flags(devices)}

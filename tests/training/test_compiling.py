@@ -21,10 +21,10 @@ import pytest
 from runs import ONE, ROOT, changed, entries, no_evaluation, tiny
 
 from transformer_jax.cli import COMPILING
-from transformer_jax.config import Config, MeshConfig
 from transformer_jax.decoding import engine as engine_module
+from transformer_jax.devices.sharding import make_mesh, replicated
 from transformer_jax.errors import UserError
-from transformer_jax.sharding import make_mesh, replicated
+from transformer_jax.settings.config import Config, MeshConfig
 from transformer_jax.training import compiling
 from transformer_jax.training import step as step_module
 from transformer_jax.training.compiling import CompileAhead, memory_needed
@@ -82,8 +82,10 @@ def test_a_run_compiles_each_shape_once_and_ahead(
     tmp_path: Path, compiled: list[tuple[str, str]]
 ) -> None:
     train(two_shapes(tiny(steps=10, eval_every=10)), tmp_path, devices=ONE)
-    counts = Counter(name for name, thread in compiled if "_step" in name or "seat" in name)
-    assert counts == {"jit(train_step)": 2, "jit(eval_step)": 1, "jit(seat)": 1}
+    counts = Counter(
+        name for name, thread in compiled if "_step" in name or "admit_and_decode" in name
+    )
+    assert counts == {"jit(train_step)": 2, "jit(eval_step)": 1, "jit(admit_and_decode)": 1}
     threads = [thread for name, thread in compiled if name == "jit(train_step)"]
     assert all(thread.startswith(COMPILING) for thread in threads)
 
@@ -167,12 +169,12 @@ def test_all_shapes_are_compiled_before_collectives_between_processes(
     compiled = []
 
     @contextmanager
-    def together() -> Iterator[None]:
+    def raise_on_any_process() -> Iterator[None]:
         yield
         compiled.append(all(each.done() for each in ahead._steps.values()))
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(compiling, "together", together)
+    monkeypatch.setattr(compiling, "raise_on_any_process", raise_on_any_process)
     with closing(CompileAhead(fake_run((8, 2, 2), (8, 3, 3), (8, 4, 4)))) as ahead:
         ahead.before_collectives(lambda state: None)
         ahead.wait((8, 2, 2), lambda state: None)
@@ -182,7 +184,7 @@ def test_all_shapes_are_compiled_before_collectives_between_processes(
 def test_all_processes_compile_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of first use, one shape at a time, for any number of cores."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(compiling, "together", nullcontext)
+    monkeypatch.setattr(compiling, "raise_on_any_process", nullcontext)
     monkeypatch.setattr(compiling, "num_cores", lambda: 8)
     events, shapes = [], [(8, width, width) for width in (5, 2, 4, 3)]
 

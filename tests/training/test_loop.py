@@ -25,8 +25,10 @@ from runs import (
     wait_for,
 )
 
-from transformer_jax.checkpoint import choose_checkpoints, complete_steps, load_model
-from transformer_jax.config import (
+from transformer_jax.data.corpus import Corpus
+from transformer_jax.errors import UserError
+from transformer_jax.saved_models.checkpoint import choose_checkpoints, complete_steps, load_model
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     MeshConfig,
@@ -34,9 +36,7 @@ from transformer_jax.config import (
     PairsConfig,
     TokenizerConfig,
 )
-from transformer_jax.config_io import from_json
-from transformer_jax.data.corpus import Corpus
-from transformer_jax.errors import UserError
+from transformer_jax.settings.config_files import from_json
 from transformer_jax.training import evaluator as evaluator_module
 from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
@@ -46,7 +46,7 @@ from transformer_jax.training.prepare import prepare, with_layout
 from transformer_jax.training.reporting import Meter
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.signals import Signals
-from transformer_jax.training.workdir import Workdir, claimed
+from transformer_jax.training.workdir import Workdir, open_run_dir
 
 
 def whole(**training: Any) -> Config:
@@ -198,7 +198,7 @@ def test_translations_are_scored_against_their_own_references(
     shares = [sources[number::processes] for number in range(processes)]
     translated = []
 
-    def from_all(share: list[str]) -> list[list[str]]:
+    def allgather(share: list[str]) -> list[list[str]]:
         translated.append(share)
         return shares
 
@@ -207,7 +207,7 @@ def test_translations_are_scored_against_their_own_references(
     for name in ("_placed", "_whole"):
         monkeypatch.setattr(Evaluator, name, lambda self, parameters: parameters)
     monkeypatch.setattr(evaluator_module, "load_parameters", lambda checkpoints: {})
-    monkeypatch.setattr(evaluator_module, "from_all", from_all)
+    monkeypatch.setattr(evaluator_module, "allgather", allgather)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     for number in range(processes):
         monkeypatch.setattr(jax, "process_index", lambda number=number: number)
@@ -228,7 +228,7 @@ def test_dev_sentences_may_be_longer_than_a_microbatch_allows() -> None:
 def test_two_runs_cannot_share_a_work_directory(tmp_path: Path) -> None:
     """The second one fails, whatever its config, and does not change files of the first."""
     config = tiny()
-    with claimed(Workdir(tmp_path), config):
+    with open_run_dir(Workdir(tmp_path), config):
         (tmp_path / "tokenizer.model").write_text("the first run's")
         with pytest.raises(UserError, match="Another run is using"):
             train(changed(config, seed=5), tmp_path, devices=ONE)

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from reference import against_reference
 
-from transformer_jax.config import MeshConfig
+from transformer_jax.devices.sharding import batch_sharding, make_mesh, replicated
 from transformer_jax.errors import UserError
-from transformer_jax.sharding import batch_sharding, make_mesh, replicated
+from transformer_jax.settings.config import MeshConfig
 from transformer_jax.training.loss import LossSums, _loss, _Settings, smoothed_cross_entropy
 
 B, T, D, V = 3, 7, 8, 19

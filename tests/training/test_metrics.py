@@ -12,7 +12,7 @@ from runs import entries
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from transformer_jax import storage
+from transformer_jax.storage import files as storage
 from transformer_jax.training import reporting
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress

@@ -23,11 +23,11 @@ from runs import (
 )
 
 from transformer_jax import Translator, storage
-from transformer_jax.checkpoint import complete_steps
-from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-from transformer_jax.remote_workdir import local_workdir
-from transformer_jax.storage import remote_path
+from transformer_jax.saved_models.checkpoint import complete_steps
+from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.settings.config import Config
+from transformer_jax.storage.files import remote_path
 from transformer_jax.training import saver
 from transformer_jax.training.loop import train
 from transformer_jax.training.workdir import Workdir
@@ -135,9 +135,9 @@ def test_a_store_that_fails_while_the_run_saves(
     assert set(failures) == {"check_token", "complete_steps", "write_manifest"}
     assert "failed (503 Service Unavailable); retrying." in caplog.text
     with pytest.raises(ConnectionError):  # no retries for a local folder
-        storage.patiently(Path("here"), failing)
+        storage.retry(Path("here"), failing)
     with pytest.raises(UserError):  # or for a user's mistake
-        storage.patiently(remote_path(url), mistaken)
+        storage.retry(remote_path(url), mistaken)
 
 
 def failing() -> None:

@@ -27,9 +27,9 @@ from runs import (
 )
 
 from transformer_jax import distributed, train
-from transformer_jax.checkpoint import complete_steps
-from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
+from transformer_jax.saved_models.checkpoint import complete_steps
+from transformer_jax.settings.config import Config, PairsConfig, Processes
 
 WHOLE = tiny(dropout=0.1, steps=12, eval_every=12, bleu_sentences=0, checkpoint_every=4)
 STEPS = no_evaluation(WHOLE)
@@ -136,7 +136,9 @@ def test_after_a_kill_two_processes_resume_bit_exactly_and_one_closely(
 def test_a_config_that_differs_between_processes_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "from_first", lambda compute: compute() | {"seed": 0})
+    monkeypatch.setattr(
+        distributed, "broadcast_from_first", lambda compute: compute() | {"seed": 0}
+    )
     message = r"different settings or data;(?s:.*)\n  seed is 7, but 0 in process 0$"
     with pytest.raises(UserError, match=message):
         train(changed(STEPS, seed=7), tmp_path, devices=ONE_PROCESS)
@@ -198,7 +200,7 @@ def test_inconsistent_flags(settings: Processes, message: str) -> None:
 def test_jax_names_flags_that_do_not_go_together() -> None:
     program = """
 from transformer_jax import distributed, UserError
-from transformer_jax.config import Processes
+from transformer_jax.settings.config import Processes
 for settings in (Processes(num_processes=2), Processes(False, "localhost:1", 2, 2)):
     try:
         distributed.start(settings)

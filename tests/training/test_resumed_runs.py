@@ -14,11 +14,11 @@ from flax import nnx
 from number_names import number_files
 from runs import ONE, changed, dev_figures, entries, no_evaluation, tiny
 
-from transformer_jax.checkpoint import complete_steps, load_model, write_manifest
-from transformer_jax.config import Config, OptimizerConfig, PairsConfig
-from transformer_jax.config_io import load_config_file, to_json
 from transformer_jax.errors import UserError
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.saved_models.checkpoint import complete_steps, load_model, write_manifest
+from transformer_jax.settings.config import Config, OptimizerConfig, PairsConfig
+from transformer_jax.settings.config_files import load_config_file, to_json
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training import prepare, saver, workdir
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
@@ -349,7 +349,7 @@ def test_unsuitable_environments_are_errors_before_training(
         with pytest.raises(UserError, match=r"open files is 20; expected .* \(ulimit -n 256\)"):
             train(tiny(), tmp_path / "run", devices=ONE)
     monkeypatch.setattr(workdir, "_TOKEN_SECONDS", 0.2)
-    monkeypatch.setattr(workdir, "from_first", lambda compute: "what another disk has")
+    monkeypatch.setattr(workdir, "broadcast_from_first", lambda compute: "what another disk has")
     with pytest.raises(UserError, match=r"is not shared by all processes.* \.token"):
         train(tiny(), tmp_path / "run", devices=ONE)
     assert not list((tmp_path / "run").glob("[!.]*.model"))

@@ -2,7 +2,7 @@
 
 from runs import changed
 
-from transformer_jax.config import Config, OptimizerConfig
+from transformer_jax.settings.config import Config, OptimizerConfig
 from transformer_jax.training.resuming import differences_on_resume
 
 

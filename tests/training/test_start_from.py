@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from runs import ONE, changed, no_evaluation, tiny
 
-from transformer_jax.checkpoint import load_model
-from transformer_jax.config import Config, PairsConfig, TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.saved_models.checkpoint import load_model
+from transformer_jax.settings.config import Config, PairsConfig, TokenizerConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
 

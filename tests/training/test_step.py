@@ -15,7 +15,11 @@ from jax.sharding import PartitionSpec as P
 from runs import ONE, changed
 
 from benchmarks.hlo import collectives
-from transformer_jax.config import (
+from transformer_jax.data.batching import Batch
+from transformer_jax.devices.sharding import check_rows, make_mesh, state_shardings
+from transformer_jax.errors import UserError
+from transformer_jax.model import attention_kernel, gpu, norm_kernel
+from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,
@@ -24,10 +28,6 @@ from transformer_jax.config import (
     OptimizerConfig,
     TrainingConfig,
 )
-from transformer_jax.data.batching import Batch
-from transformer_jax.errors import UserError
-from transformer_jax.model import attention_kernel, gpu, norm_kernel
-from transformer_jax.sharding import check_rows, make_mesh, state_shardings
 from transformer_jax.training import step as step_module
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import BatchConfig
 from transformer_jax.data.bucketing import (
     batch_rows,
     choose_widths,
@@ -25,6 +24,7 @@ from transformer_jax.data.bucketing import (
 )
 from transformer_jax.data.corpus import Corpus, ranges
 from transformer_jax.data.packing import pack
+from transformer_jax.settings.config import BatchConfig
 
 Array = Any  # np.ndarray in the batch plan, jax.Array in the data loader
 

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import DataConfig, PairsConfig
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
-from transformer_jax.errors import UserError, shown
-from transformer_jax.storage import MANIFEST
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.errors import UserError, short_repr
+from transformer_jax.settings.config import DataConfig, PairsConfig
+from transformer_jax.storage.files import MANIFEST
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
     if not num_tokens["source"]:
         raise UserError(
             f"No sentence pairs remain after filtering the {num_read:,} pairs in "
-            f"{shown(text.config.source)}. Check the text, or "
+            f"{short_repr(text.config.source)}. Check the text, or "
             "raise data.max_source_length and data.max_target_length."
         )
     manifest = {

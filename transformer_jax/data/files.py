@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from transformer_jax.errors import UserError
-from transformer_jax.storage import AnyPath, is_url, kind_of, to_path
+from transformer_jax.storage.files import AnyPath, is_url, kind_of, to_path
 
 
 def expanded(name: str, root: str = "") -> list[AnyPath]:

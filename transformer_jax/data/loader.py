@@ -52,7 +52,7 @@ def abstract_batch(
     return Batch(source, target, source, target) if packed else Batch(source, target)
 
 
-def place(arrays: Any, shardings: Any) -> Any:
+def to_global_arrays(arrays: Any, shardings: Any) -> Any:
     """Build global jax arrays from a tree of NumPy arrays that is the same in every process.
 
     ``shardings`` is a tree with the same structure.

@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, cast
 
-from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import find_files
 from transformer_jax.errors import UserError, needs_extra
-from transformer_jax.storage import AnyPath, to_path
+from transformer_jax.settings.config import PairsConfig
+from transformer_jax.storage.files import AnyPath, to_path
 
 
 class ParallelText:

@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import DataConfig
 from transformer_jax.data.sources import ParallelText
+from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
-from transformer_jax.machine import num_cores
-from transformer_jax.special_ids import EOS_ID
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import DataConfig
+from transformer_jax.tokenization.special_ids import EOS_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _FORMAT = 5  # part of the fingerprint; increase it if the arrays for the same input change
 _CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed

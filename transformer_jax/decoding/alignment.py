@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 
 class Alignment(NamedTuple):

@@ -1,6 +1,6 @@
 """Beam search (section 6.1 of the paper).
 
-For the shape letters (B, W, ...), see ``search.py``.
+Shape suffixes (B, W, ...): ``search.py``.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from transformer_jax.decoding.continuous_batching import NOBODY
+from transformer_jax.decoding.continuous_batching import EMPTY
 from transformer_jax.decoding.search import NOT_FORCED
-from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 
 
 class Sentence(NamedTuple):
@@ -76,7 +76,7 @@ def make_block(
     length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
     source_QS = np.full((size, length), PAD_ID, np.int32)
     number_Q, limit_Q, seed_Q, wanted_Q = np.zeros((4, size), np.int32)
-    number_Q[:] = NOBODY
+    number_Q[:] = EMPTY
     prefix_QP = np.full((size, longest_target(capacity)), NOT_FORCED, np.int32)
     for place, (number, sentence) in enumerate(sentences.items()):
         source_length, prefix = len(sentence.tokens) + 1, sentence.prefix

@@ -1,6 +1,6 @@
 """Constraints on the next token, for beam search and sampling.
 
-For the shape letters (B, W, ...), see ``search.py``.
+Shape suffixes (B, W, ...): ``search.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.config_checks import Count, Section
+from transformer_jax.settings.checks import Count, Section
 
 # Represents log 0. It is finite, so sums and differences are never NaN. Real log-probabilities stay
 # far above half of it.

@@ -1,11 +1,11 @@
 """Continuous batching: when a sentence is done, a waiting sentence takes its row.
 
-A static batch runs until its longest sentence is done. ``seat`` refills rows as soon as sentences
-finish. It is compiled once and has two callers. ``Engine.search`` passes it all sentences
+A static batch runs until its longest sentence is done. ``admit_and_decode`` refills rows as soon as
+sentences finish. It is compiled once and has two callers. ``Engine.search`` passes it all sentences
 of a file, block by block, and reads the results at the end. ``AsyncTranslator`` passes it the
 sentences that have arrived and reads results every few steps.
 
-For the shape letters (B, W, ...), see ``search.py``. In addition, Q is the number of sentences in a
+Shape suffixes (B, W, ...): ``search.py``. In addition, Q is the number of sentences in a
 block, and R is the number of rows refilled at a time.
 """
 
@@ -27,7 +27,7 @@ from transformer_jax.decoding.search import (
     take_step,
 )
 
-NOBODY = -1
+EMPTY = -1
 
 
 class Rows(NamedTuple):
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     """
 
     number_B: Array
-    """Number of the sentence in each row, or NOBODY."""
+    """Number of the sentence in each row, or EMPTY."""
     state: SearchState
     cache: Any
     """KV cache. In a block, only its source part is used."""
@@ -49,11 +49,12 @@ class Found(NamedTuple):
     results: SearchResult
 
 
-def seat(
-    method: Method, step_fn: StepFn, rows: Rows, block: Rows, most: Array, enough: Array
+def admit_and_decode(
+    method: Method, step_fn: StepFn, rows: Rows, block: Rows, max_steps: Array, stop_after: Array
 ) -> tuple[Rows, Found, Array]:
     """Assign a row to every sentence of the block, running steps until enough rows are idle. Then
-    run up to ``most`` steps, stopping early once ``enough`` more sentences (or all) are done.
+    run up to ``max_steps`` steps, stopping early once ``stop_after`` more sentences (or all) are
+    done.
 
     Returns the rows, the results of the (up to Q) sentences that the block replaced, and the number
     of steps. Each row's result is independent of other rows.
@@ -63,39 +64,39 @@ def seat(
     """
     B = len(rows.number_B)
     least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
-    num_sentences = (block.number_B != NOBODY).sum()
+    num_sentences = (block.number_B != EMPTY).sum()
 
     def step(stepped: _Stepped) -> _Stepped:
         number_B, state, cache = stepped.rows
         state, cache = take_step(method, step_fn, state, cache, reorder=type(cache).reorder)
         return _Stepped(Rows(number_B, state, cache), stepped.num_steps + 1)
 
-    def hand_over(carry: _Carry) -> _Carry:
+    def admit(carry: _Carry) -> _Carry:
         num_waiting, before = num_sentences - carry.next, carry.stepped
 
-        def goes_on(stepped: _Stepped) -> Array:
+        def continues(stepped: _Stepped) -> Array:
             num_idle = stepped.rows.state.done_B.sum()
             num_steps = stepped.num_steps - before.num_steps
             num_done = num_idle - before.rows.state.done_B.sum()
-            seats = num_idle < jnp.minimum(least, num_waiting)
-            advances = (num_steps < most) & (num_done < enough)
-            return (num_idle < B) & jnp.where(num_waiting > 0, seats, advances)
+            admits = num_idle < jnp.minimum(least, num_waiting)
+            advances = (num_steps < max_steps) & (num_done < stop_after)
+            return (num_idle < B) & jnp.where(num_waiting > 0, admits, advances)
 
-        stepped = jax.lax.while_loop(goes_on, step, before)
-        carry = _hand_over(carry._replace(stepped=stepped), block, num_sentences)
+        stepped = jax.lax.while_loop(continues, step, before)
+        carry = _admit(carry._replace(stepped=stepped), block, num_sentences)
         return carry._replace(has_advanced=num_waiting == 0)
 
     carry = _Carry(
         stepped=_Stepped(rows, jnp.int32(0)),
-        left=Found(jnp.full_like(block.number_B, NOBODY), block.state.finished),
+        evicted=Found(jnp.full_like(block.number_B, EMPTY), block.state.finished),
         next=jnp.int32(0),
-        has_advanced=most <= 0,
+        has_advanced=max_steps <= 0,
     )
     carry = jax.lax.while_loop(
-        lambda carry: (carry.next < num_sentences) | ~carry.has_advanced, hand_over, carry
+        lambda carry: (carry.next < num_sentences) | ~carry.has_advanced, admit, carry
     )
-    left = Found(carry.left.number_R, results(carry.left.results, method.pad_id))
-    return carry.stepped.rows, left, carry.stepped.num_steps
+    evicted = Found(carry.evicted.number_R, results(carry.evicted.results, method.pad_id))
+    return carry.stepped.rows, evicted, carry.stepped.num_steps
 
 
 @partial(jax.jit, static_argnames="count")
@@ -105,7 +106,7 @@ def resized(rows: Rows, count: int) -> Rows:
     running_first_B = jnp.argsort(rows.state.done_B, stable=True)
     from_R = running_first_B[jnp.minimum(place_R, B - 1)]
     number_R, state, cache = jax.tree.map(lambda x: x[from_R], rows)
-    number_R = jnp.where(place_R < B, number_R, NOBODY)
+    number_R = jnp.where(place_R < B, number_R, EMPTY)
     return Rows(number_R, state._replace(done_B=state.done_B | (place_R >= B)), cache)
 
 
@@ -116,22 +117,22 @@ class _Stepped(NamedTuple):
 
 class _Carry(NamedTuple):
     stepped: _Stepped
-    left: Found  # results from the refilled rows
+    evicted: Found  # results from the refilled rows
     next: Array  # position of the next sentence in the block
     has_advanced: Array
 
 
-def _hand_over(carry: _Carry, block: Rows, num_sentences: Array) -> _Carry:
+def _admit(carry: _Carry, block: Rows, num_sentences: Array) -> _Carry:
     """Refill up to R idle rows: copy their results out and the next sentences in."""
     number_B, state, cache = carry.stepped.rows
     B, Q = len(number_B), len(block.number_B)
     R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))
     rows_R = jnp.argsort(~state.done_B, stable=True)[:R]
     next_R = carry.next + jnp.arange(R)
-    is_seated_R = state.done_B[rows_R] & (next_R < num_sentences)
+    is_admitted_R = state.done_B[rows_R] & (next_R < num_sentences)
     new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], block)
-    left = jax.tree.map(lambda x: x[rows_R], Found(number_B, state.finished))
-    into_R = jnp.where(is_seated_R, rows_R, B)  # index B is out of range, so _put drops it
+    evicted = jax.tree.map(lambda x: x[rows_R], Found(number_B, state.finished))
+    into_R = jnp.where(is_admitted_R, rows_R, B)  # index B is out of range, so _put drops it
     rows = Rows(
         _put(number_B, into_R, new.number_B),
         _put(state, into_R, new.state),
@@ -139,8 +140,8 @@ def _hand_over(carry: _Carry, block: Rows, num_sentences: Array) -> _Carry:
     )
     return carry._replace(
         stepped=carry.stepped._replace(rows=rows),
-        left=_put(carry.left, jnp.where(is_seated_R, next_R, Q), left),
-        next=carry.next + is_seated_R.sum(dtype=jnp.int32),
+        evicted=_put(carry.evicted, jnp.where(is_admitted_R, next_R, Q), evicted),
+        next=carry.next + is_admitted_R.sum(dtype=jnp.int32),
     )
 
 

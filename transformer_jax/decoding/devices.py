@@ -6,7 +6,7 @@ import contextlib
 
 import jax
 
-from transformer_jax.machine import find_devices, num_cores
+from transformer_jax.devices.machine import find_devices, num_cores
 
 _ROWS_OF_A_CORE = 16
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.buckets import (
     Bucket,
@@ -22,13 +21,20 @@ from transformer_jax.decoding.buckets import (
     make_buckets,
 )
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, resized, seat
+from transformer_jax.decoding.continuous_batching import (
+    EMPTY,
+    Found,
+    Rows,
+    admit_and_decode,
+    resized,
+)
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Method, SearchResult, results
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
-from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
+from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 logger = logging.getLogger(__name__)
 
@@ -83,21 +89,21 @@ class _Search(NamedTuple):
             source_capacity=bucket.lengths[-1],
         )
 
-    def seat(
+    def admit_and_decode(
         self,
         weights: Any,
         rows: Rows,
         block: Rows,
-        most: jax.Array,
-        enough: jax.Array,
+        max_steps: jax.Array,
+        stop_after: jax.Array,
         bucket: Bucket,
     ) -> tuple[Rows, Found]:
-        """Run ``continuous_batching.seat`` with the model."""
+        """Run ``continuous_batching.admit_and_decode`` with the model."""
         shape = bucket.rows, bucket.lengths[-1]
         logger.info("Compiling the search for %d sentences of up to %d tokens.", *shape)
         step = nnx.merge(self.graph, weights).decode_step
-        rows, left, _ = seat(self.method, step, rows, block, most, enough)
-        return rows, left
+        rows, evicted, _ = admit_and_decode(self.method, step, rows, block, max_steps, stop_after)
+        return rows, evicted
 
     def encode(
         self,
@@ -125,14 +131,14 @@ class _Search(NamedTuple):
             prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
             seed_B=jnp.zeros(num_rows, jnp.uint32),
         )
-        return Rows(jnp.full(num_rows, NOBODY, jnp.int32), state, cache.cleared())
+        return Rows(jnp.full(num_rows, EMPTY, jnp.int32), state, cache.cleared())
 
 
 class _Compiled(NamedTuple):
     """Jitted functions of weights and arrays, with a static ``bucket``."""
 
     encode: Any
-    seat: Any
+    admit_and_decode: Any
     idle_rows: Any
 
 
@@ -142,7 +148,7 @@ def _compiled(search: _Search) -> _Compiled:
     return _Compiled(
         jax.jit(search.encode, static_argnames="bucket"),
         jax.jit(
-            search.seat,
+            search.admit_and_decode,
             static_argnames="bucket",
             donate_argnames="rows",
             compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
@@ -232,10 +238,12 @@ class Engine:
                     blocks.append(block)
             rows = self.new_rows(bucket)
             for block in blocks:
-                most = _ALL if block is blocks[-1] else 0
+                max_steps = _ALL if block is blocks[-1] else 0
                 encoded = self.encode(bucket, block)
-                rows, left = self.seat(bucket, rows, encoded, most=most, enough=_ALL)
-                yield left
+                rows, evicted = self.admit_and_decode(
+                    bucket, rows, encoded, max_steps=max_steps, stop_after=_ALL
+                )
+                yield evicted
             yield self.results(rows)
 
     def bucket_of(self, sentence: Sentence) -> Bucket:
@@ -257,12 +265,12 @@ class Engine:
         bucket = bucket._replace(rows=bucket.block_size)
         return self._compiled.encode(self._weights, *block, bucket=bucket)
 
-    def seat(
-        self, bucket: Bucket, rows: Rows, block: Rows, *, most: int, enough: int
+    def admit_and_decode(
+        self, bucket: Bucket, rows: Rows, block: Rows, *, max_steps: int, stop_after: int
     ) -> tuple[Rows, Found]:
-        """Run ``continuous_batching.seat`` on the device; donates ``rows``."""
-        limits = np.int32(most), np.int32(enough)
-        return self._compiled.seat(self._weights, rows, block, *limits, bucket=bucket)
+        """Run ``continuous_batching.admit_and_decode`` on the device; donates ``rows``."""
+        limits = np.int32(max_steps), np.int32(stop_after)
+        return self._compiled.admit_and_decode(self._weights, rows, block, *limits, bucket=bucket)
 
     def results(self, rows: Rows) -> Found:
         """Return the results of the rows whose sentences are done."""
@@ -313,7 +321,7 @@ def search_together(
     found_of: dict[int, list[Hypothesis]] = {}
     num_nan = 0
     for found in map(jax.device_get, running):
-        num_nan += np.isnan(found.results.scores_BN[found.number_R != NOBODY, 0]).sum()
+        num_nan += np.isnan(found.results.scores_BN[found.number_R != EMPTY, 0]).sum()
         found_of |= Engine.hypotheses(found, range(len(sentences)))
     if num_nan:
         message = (
@@ -348,7 +356,7 @@ def _method(config: DecodingConfig, suppress: tuple[int, ...]) -> Method:
 
 @jax.jit
 def _results(rows: Rows) -> Found:
-    number_B = jnp.where(rows.state.done_B, rows.number_B, NOBODY)
+    number_B = jnp.where(rows.state.done_B, rows.number_B, EMPTY)
     return Found(number_B, results(rows.state.finished, PAD_ID))
 
 

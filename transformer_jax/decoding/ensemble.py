@@ -1,6 +1,6 @@
 """Ensemble decoding with several Transformers.
 
-For the shape letters (B, W, ...), see ``model/attention.py`` and ``search.py``.
+Shape suffixes (B, W, ...): ``model/attention.py`` and ``search.py``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.kv_cache import DecoderCache, empty_cache
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.settings.config import ModelConfig
 
 
 class Ensemble(nnx.Module):

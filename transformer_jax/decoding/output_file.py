@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from transformer_jax.errors import UserError
-from transformer_jax.storage import locked
+from transformer_jax.storage.files import locked
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import tyro
 
 from transformer_jax.cli import flag_values, parse_flags
-from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.config_checks import Positive, Rule, Section
-from transformer_jax.config_io import load_config_file
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.output_file import open_output
 from transformer_jax.decoding.records import (
@@ -33,7 +30,10 @@ from transformer_jax.decoding.records import (
     read_records,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.storage import existing_folder, is_url
+from transformer_jax.settings.checks import Positive, Rule, Section
+from transformer_jax.settings.config import Config, DecodingConfig
+from transformer_jax.settings.config_files import load_config_file
+from transformer_jax.storage.files import existing_folder, is_url
 
 if TYPE_CHECKING:
     from transformer_jax.decoding.scoring import Scorer
@@ -160,7 +160,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
 def local_copy(workdir: str) -> str:
     """Return the local path of a work directory; a URL is copied to this machine."""
     if is_url(workdir):
-        from transformer_jax.remote_workdir import local_workdir  # imports JAX
+        from transformer_jax.saved_models.remote_workdir import local_workdir  # imports JAX
 
         return str(local_workdir(workdir))
     return str(existing_folder(workdir))
@@ -214,13 +214,13 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     """Load the models. Returns a function that yields each record with its translations, best
     first, or with its scored target.
     """
-    from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.decoding.devices import devices_for_rows
     from transformer_jax.decoding.scoring import Scorer
     from transformer_jax.decoding.trained_models import load_models
     from transformer_jax.decoding.translator import Translator
+    from transformer_jax.devices.compilation_cache import enable_compilation_cache
 
-    keep_compiled()
+    enable_compilation_cache()
     results, search = arguments.results, arguments.search
     size = arguments.files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))

@@ -10,10 +10,10 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from transformer_jax.config_checks import Positive, Section
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import Alignment
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError, short_repr
+from transformer_jax.settings.checks import Positive, Section
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Translation:
 def check_text(text: object, name: str) -> None:
     """Raise ``UserError`` unless ``text`` is a string of valid Unicode."""
     if not isinstance(text, str):
-        raise UserError(f"{name} is {shown(text)}; expected text (a str).")
+        raise UserError(f"{name} is {short_repr(text)}; expected text (a str).")
     try:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate such as \ud800

@@ -1,4 +1,4 @@
-"""Sampling from the model's distribution. For the shape letters (B, W, ...), see ``search.py``."""
+"""Sampling from the model's distribution. Shape suffixes (B, W, ...): ``search.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.config_checks import Count, Positive, PositiveFloat, PositiveFraction
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
@@ -18,6 +17,7 @@ from transformer_jax.decoding.search import (
     extend,
     finish,
 )
+from transformer_jax.settings.checks import Count, Positive, PositiveFloat, PositiveFraction
 
 _LOWEST = -1e6  # lowest logit of a possible token; its probability rounds to 0
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.ensemble import Ensemble
@@ -23,8 +22,9 @@ from transformer_jax.decoding.search import length_divisor
 from transformer_jax.decoding.trained_models import check_vocabulary
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.special_ids import EOS_ID, PAD_ID
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

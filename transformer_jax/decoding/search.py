@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.config_checks import Count, NonNegative, Positive, Section
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
 from transformer_jax.errors import UserError
+from transformer_jax.settings.checks import Count, NonNegative, Positive, Section
 
 Cache = Any
 StepFn = Callable[[Array, Cache], tuple[Array, Cache]]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 # Closing quotation marks and brackets, and repeated end marks, belong to the preceding sentence.
 _SENTENCE_END = re.compile(

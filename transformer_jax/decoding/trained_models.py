@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.checkpoint import load_model
-from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.ensemble import Ensemble, vocabulary_sizes
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.remote_workdir import local_workdir
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.saved_models.checkpoint import load_model
+from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 
 def load_models(

@@ -12,16 +12,16 @@ from typing import Any, Self
 
 import jax
 
-from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, search_together
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Request, Translation, blocks, check_text
 from transformer_jax.decoding.segments import joint, split
 from transformer_jax.decoding.trained_models import check_vocabulary, load_models
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.special_ids import UNK_ID
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.tokenization.special_ids import UNK_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Translator:
         """
         if isinstance(lines, str | bytes | Request):
             raise UserError(
-                f"lines is {shown(lines)}; expected an iterable of lines, such as a list."
+                f"lines is {short_repr(lines)}; expected an iterable of lines, such as a list."
             )
         requests = map(Request.of, lines, count(1))
         prepared = ((request, self.sentences(request, num_hypotheses)) for request in requests)
@@ -191,9 +191,9 @@ class Translator:
         if not request.prefix:
             return []
         [prefix] = self.tokenizer.target.encode([request.prefix])
-        said = f"{line}: prefix {shown(request.prefix)}"
+        said = f"{line}: prefix {short_repr(request.prefix)}"
         if UNK_ID in prefix:
-            tokens = shown(" ".join(self.tokenizer.target.tokens(prefix)))
+            tokens = short_repr(" ".join(self.tokenizer.target.tokens(prefix)))
             raise UserError(f"{said} has tokens outside the vocabulary ({tokens}); remove them.")
         if len(prefix) > self._longest_prefix:
             raise UserError(

@@ -9,16 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax import (
-    BOS_ID,
-    EOS_ID,
-    UNK_ID,
-    Config,
-    ModelConfig,
-    Tokenizer,
-    Transformer,
-    needs_extra,
-)
+from transformer_jax import BOS_ID, EOS_ID, UNK_ID, Config, ModelConfig, Tokenizer, Transformer
 from transformer_jax.interop.export import write_sentencepiece
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits
 from transformer_jax.interop.weights import (
@@ -28,6 +19,7 @@ from transformer_jax.interop.weights import (
     to_library,
     with_position_tables,
 )
+from transformer_jax.support import needs_extra
 
 _POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
 _OTHERS: dict[str, str] = {

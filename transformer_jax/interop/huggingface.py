@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax import (
-    EOS_ID,
-    PAD_ID,
-    UNK_ID,
-    Config,
-    Tokenizer,
-    Transformer,
-    needs_extra,
-)
+from transformer_jax import EOS_ID, PAD_ID, UNK_ID, Config, Tokenizer, Transformer
 from transformer_jax.interop.export import check_fields, write_sentencepiece
 from transformer_jax.interop.search_settings import for_transformers, length_limits
 from transformer_jax.interop.weights import (
@@ -26,6 +18,7 @@ from transformer_jax.interop.weights import (
     sines_first,
     to_library,
 )
+from transformer_jax.support import needs_extra
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
 _POSITIONS = 1024  # length of the position table; our sinusoids have no maximum length

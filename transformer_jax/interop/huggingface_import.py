@@ -17,7 +17,6 @@ from transformer_jax import (
     TokenizerConfig,
     Transformer,
     UserError,
-    needs_extra,
 )
 from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON, OTHERS
 from transformer_jax.interop.search_settings import from_transformers
@@ -32,6 +31,7 @@ from transformer_jax.interop.weights import (
     sines_first,
     to_library,
 )
+from transformer_jax.support import needs_extra
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
 _NEVER = np.float32(-100)

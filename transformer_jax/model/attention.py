@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
+from transformer_jax.settings.config import ModelConfig
 
 
 def attention_mask(
@@ -183,7 +183,7 @@ class MultiHeadAttention(nnx.Module):
 
         dropped = self.dropout > 0 and dropout_key is not None
         q, k, v = jax.eval_shape(self._projected, *inputs)
-        if dropped or self.sow_weights or not attention_kernel.takes(q, k, v, mask_BHTS):
+        if dropped or self.sow_weights or not attention_kernel.supports(q, k, v, mask_BHTS):
             return self.output(plain(*inputs, mask_BHTS))
         out_BTHK = jax.lax.platform_dependent(*inputs, mask_BHTS, cuda=self._merged, default=plain)
         return self.output(out_BTHK)

@@ -17,14 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
+from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.model.gpu import load, parts, runs_kernels, sharded, splits, store
-from transformer_jax.sharding import BATCH_AXES
 
 # Score of a masked position. It is finite, so a fully masked row (padding) does not become NaN.
 MASKED = -1e30
 
 
-def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
+def supports(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
     """Return True if ``short_attention`` is faster than attention compiled by XLA.
 
     It is faster on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention

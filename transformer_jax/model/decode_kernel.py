@@ -24,7 +24,7 @@ POSITIONS = 16  # positions per iteration; divides the number of positions in a 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def takes(q_BWHK: Any, v_BHLK: Any) -> bool:
+def supports(q_BWHK: Any, v_BHLK: Any) -> bool:
     """Return True if the kernels support this device, beam size and head widths.
 
     Head widths must be powers of two, and a beam's queries must fit into a program's registers.

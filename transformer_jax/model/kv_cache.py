@@ -170,7 +170,7 @@ class LayerAttention:
             step = decode_kernel.attend_to_history
             return step(arrays_BWHK, block, cache.ancestors_BWT, cache.position_B)
 
-        if not decode_kernel.takes(q_BWHK, v_BWHK):
+        if not decode_kernel.supports(q_BWHK, v_BWHK):
             return plain(*self.history)
         steps = {"cuda": kernel_step, "default": plain_step}
         out_BWHK, *history = jax.lax.platform_dependent(*self.history, **steps)
@@ -188,7 +188,7 @@ class LayerAttention:
         def kernel(block: Block) -> jax.Array:
             return decode_kernel.attend_to_source(q_BWHK, block, mask_BS)
 
-        if not decode_kernel.takes(q_BWHK, self.source[0][1]):
+        if not decode_kernel.supports(q_BWHK, self.source[0][1]):
             return plain(*self.source)
         return jax.lax.platform_dependent(*self.source, cuda=kernel, default=plain)
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.norms import Residual
 from transformer_jax.model.positions import sinusoidal_positions
+from transformer_jax.settings.config import ModelConfig
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:

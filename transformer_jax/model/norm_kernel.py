@@ -16,14 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
+from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.model import gpu
 from transformer_jax.model.dropout import scale_up
-from transformer_jax.sharding import BATCH_AXES
 
 _BLOCK = 8192  # elements per program, in whole rows
 
 
-def takes(x_BLD: jax.Array) -> bool:
+def supports(x_BLD: jax.Array) -> bool:
     """Return True if ``residual_norm`` is faster than the code that XLA generates."""
     D = x_BLD.shape[-1]
     fits = x_BLD.dtype == jnp.bfloat16 and 128 <= D <= 2048 and D & (D - 1) == 0

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.model import norm_kernel
 from transformer_jax.model.dropout import DropoutKey, dropout, mask_key
+from transformer_jax.settings.config import ModelConfig
 
 
 class LayerNorm(nnx.Module):
@@ -113,7 +113,7 @@ class Residual(nnx.Module):
     @jax.named_scope("residual")
     def _joined(self, x_BLD: jax.Array, y_BLD: jax.Array, dropout_key: DropoutKey) -> jax.Array:
         norm, rate = self.norm, self.dropout
-        plain = self.pre or rate == 0 or not norm_kernel.takes(x_BLD)
+        plain = self.pre or rate == 0 or not norm_kernel.supports(x_BLD)
         if plain or norm.bias is None or dropout_key is None:
             x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
             return x_BLD if self.pre else norm(x_BLD)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import Projection, attention_mask
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
@@ -23,7 +22,8 @@ from transformer_jax.model.layers import (
 )
 from transformer_jax.model.norms import make_norm
 from transformer_jax.model.positions import segment_positions
-from transformer_jax.special_ids import BOS_ID, PAD_ID
+from transformer_jax.settings.config import ModelConfig
+from transformer_jax.tokenization.special_ids import BOS_ID, PAD_ID
 
 M = TypeVar("M", bound=nnx.Module)
 

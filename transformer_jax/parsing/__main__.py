@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from transformer_jax import UserError, parse_flags, read_lines, run_program, write_atomically
+from transformer_jax import UserError, parse_flags, read_lines, run_program
 from transformer_jax.parsing.bracketing import bracket_score
 from transformer_jax.parsing.trees import (
     from_sequence,
@@ -23,6 +23,7 @@ from transformer_jax.parsing.trees import (
     with_numbers,
     without_numbers,
 )
+from transformer_jax.support import write_atomically
 
 
 @dataclass(frozen=True)

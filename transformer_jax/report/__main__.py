@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformer_jax import UserError, needs_extra, parse_flags, run_program, write_atomically
+from transformer_jax import UserError, parse_flags, run_program
+from transformer_jax.support import needs_extra, write_atomically
 
 
 @dataclass(frozen=True)

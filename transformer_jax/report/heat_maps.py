@@ -46,10 +46,11 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> None:
     task = parse_flags(Arguments, argv)
     # Import late, so that flags are checked before JAX is loaded.
-    from transformer_jax import Translator, keep_compiled
+    from transformer_jax import Translator
     from transformer_jax.report.attention import attention_maps, save_picture, sentence_attention
+    from transformer_jax.support import enable_compilation_cache
 
-    keep_compiled()
+    enable_compilation_cache()
     translator = Translator.from_workdir(task.workdir, batch_size=1)
     attention = sentence_attention(translator, task.text, target=task.target)
     figure = attention_maps(

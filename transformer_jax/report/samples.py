@@ -13,9 +13,10 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
     """Translate ``number`` lines of the dev set, and compute attention for ``texts`` (default: the
     first line). Failures are added to ``run.problems``.
     """
-    from transformer_jax import Translator, keep_compiled
+    from transformer_jax import Translator
+    from transformer_jax.support import enable_compilation_cache
 
-    keep_compiled()
+    enable_compilation_cache()
     try:
         pairs = _dev_lines(run, number)
         sources = [source for source, _ in pairs]

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformer_jax import UserError, needs_extra, run_program
+from transformer_jax import UserError, run_program
 from transformer_jax.serving.flags import Arguments, Served, checked_flags
+from transformer_jax.support import needs_extra
 
 if TYPE_CHECKING:
     from transformer_jax.serving.service import Service
@@ -71,10 +72,11 @@ def _serve(argv: list[str]) -> None:
 def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     import jax
 
-    from transformer_jax import AsyncTranslator, keep_compiled
+    from transformer_jax import AsyncTranslator
     from transformer_jax.serving.service import Service
+    from transformer_jax.support import enable_compilation_cache
 
-    keep_compiled()
+    enable_compilation_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s
     models = {}
     for workdir, pair, search in served:

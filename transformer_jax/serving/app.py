@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from transformer_jax import SearchFailed, UserError, shown
+from transformer_jax import SearchFailed, UserError
 from transformer_jax.serving.schema import (
     CONTENT_TYPES,
     Answer,
@@ -31,6 +31,7 @@ from transformer_jax.serving.schema import (
     request_body,
 )
 from transformer_jax.serving.service import FAILED, Answering, Refused, Service
+from transformer_jax.support import short_repr
 
 T = TypeVar("T")
 
@@ -136,7 +137,7 @@ class App:
         body = await self._body(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if body and kind not in CONTENT_TYPES:
-            said = f"The content type is {shown(kind)}; expected {' or '.join(CONTENT_TYPES)}."
+            said = f"The content type is {short_repr(kind)}; expected {' or '.join(CONTENT_TYPES)}."
             raise Refused(415, said)
         try:
             if body and kind == "application/json":
@@ -149,7 +150,7 @@ class App:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = [*first["loc"], "The request"][0]
-            raise UserError(f"{field}: {first['msg']}; got {shown(first['input'])}.") from None
+            raise UserError(f"{field}: {first['msg']}; got {short_repr(first['input'])}.") from None
         except UnicodeError:
             raise UserError("The form or a query parameter is not valid UTF-8.") from None
 

@@ -91,7 +91,7 @@ class LiveRows:
         rows = engine.new_rows(bucket)
         for length in bucket.lengths:
             block = engine.encode(bucket, {0: Sentence([0] * (length - 1))})
-            rows, _ = engine.seat(bucket, rows, block, most=1, enough=1)
+            rows, _ = engine.admit_and_decode(bucket, rows, block, max_steps=1, stop_after=1)
         engine.results(rows)
         for other in self._sizes:
             engine.resized(rows, other)
@@ -104,8 +104,8 @@ class LiveRows:
         if bucket != self.bucket:
             self.bucket, self._rows = bucket, self._engine.resized(self._rows, bucket)
 
-    def turn(self, entries: Sequence[Entry], most: int) -> None:
-        """Assign rows to new sentences, then run up to ``most`` decoding steps.
+    def turn(self, entries: Sequence[Entry], max_steps: int) -> None:
+        """Assign rows to new sentences, then run up to ``max_steps`` decoding steps.
 
         ``entries`` has at most ``bucket.block_size`` sentences of one padded length. If too few
         rows are idle, running sentences are decoded until enough of them finish. The steps after
@@ -120,9 +120,9 @@ class LiveRows:
         if entered:
             sentences = {number: entry.sentence for number, entry in entered.items()}
             block = self._engine.encode(self.bucket, sentences)
-        limits = {"most": most, "enough": max(1, self.bucket.rows // 4)}
-        rows, left = self._engine.seat(self.bucket, self._rows, block, **limits)
-        self._answer(left)
+        limits = {"max_steps": max_steps, "stop_after": max(1, self.bucket.rows // 4)}
+        rows, evicted = self._engine.admit_and_decode(self.bucket, self._rows, block, **limits)
+        self._answer(evicted)
         self._answer(self._engine.results(rows))
         gone = [number for number, entry in self.busy.items() if entry.future.cancelled()]
         self._rows = self._engine.freed(rows, gone) if gone else rows

@@ -10,14 +10,8 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from transformer_jax import (
-    DecodingConfig,
-    UserError,
-    flag_values,
-    load_config_file,
-    parse_flags,
-    shown,
-)
+from transformer_jax import DecodingConfig, UserError, flag_values, load_config_file, parse_flags
+from transformer_jax.support import short_repr
 
 _LANGUAGE = re.compile(r"[a-z]{2,8}(_[A-Za-z0-9]{2,8})*")
 
@@ -120,6 +114,6 @@ def _parse_pair(text: str) -> Pair:
     source, _, target = text.partition("-")
     if not (_LANGUAGE.fullmatch(source) and _LANGUAGE.fullmatch(target)):
         raise UserError(
-            f"languages has {shown(text)}; expected pairs of codes, such as en-de or en-pt_BR."
+            f"languages has {short_repr(text)}; expected pairs of codes, such as en-de or en-pt_BR."
         )
     return Pair(source, target)

@@ -13,7 +13,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.exceptions import HTTPException
 
-from transformer_jax import AsyncTranslator, Request, Translation, UserError, shown
+from transformer_jax import AsyncTranslator, Request, Translation, UserError
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import (
     Answer,
@@ -24,6 +24,7 @@ from transformer_jax.serving.schema import (
     StreamedSentence,
 )
 from transformer_jax.serving.text import Cut, cut
+from transformer_jax.support import short_repr
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Service:
             pairs = [pair for pair in pairs if pair.source == query.source]
         if len(pairs) == 1:
             return pairs[0]
-        given = f"source is {shown(query.source)} and target is {shown(query.target)}"
+        given = f"source is {short_repr(query.source)} and target is {short_repr(query.target)}"
         known = ", ".join(map(str, self.models))
         if pairs:
             raise UserError(f"{given}; expected a source language because several match: {known}.")

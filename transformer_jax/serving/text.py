@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import sentencex
 
-from transformer_jax import joint
+from transformer_jax.support import joint
 
 _BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
 _LINE_BREAKS = re.compile(f"({_BREAK}+)")

@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
-from transformer_jax.config import Config, Processes
+from transformer_jax.settings.config import Config, Processes
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ def main(argv: list[str] | None = None) -> int:
 def _train(argv: list[str]) -> int:
     arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv))
     # JAX is imported only after flags are checked, so --help and errors appear immediately.
-    from transformer_jax.compilation_cache import keep_compiled
-    from transformer_jax.distributed import is_first, lost_contact, start
+    from transformer_jax.devices.compilation_cache import enable_compilation_cache
+    from transformer_jax.devices.distributed import is_first, lost_contact, start
 
     start(arguments.processes)
-    keep_compiled()
+    enable_compilation_cache()
     if not is_first():  # only the first process logs
         logging.getLogger("transformer_jax").setLevel(logging.WARNING)
     from transformer_jax.training.loop import TrainingError, train

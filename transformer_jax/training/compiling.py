@@ -13,10 +13,10 @@ import jax
 
 from transformer_jax.cli import COMPILING
 from transformer_jax.data.loader import abstract_batch
-from transformer_jax.distributed import together
+from transformer_jax.devices.distributed import raise_on_any_process
+from transformer_jax.devices.machine import num_cores
+from transformer_jax.devices.sharding import batch_sharding
 from transformer_jax.errors import UserError
-from transformer_jax.machine import num_cores
-from transformer_jax.sharding import batch_sharding
 from transformer_jax.training.prepare import Prepared
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,9 @@ class CompileAhead:
         """
         if self._all_first:
             self._all_first = False
-            with together():  # on CPUs a collective waits only 30 s for slower processes
+            with (
+                raise_on_any_process()
+            ):  # on CPUs a collective waits only 30 s for slower processes
                 self._wait(list(self._steps.values()), show)
 
     def _wait(self, needed: list[Future[Any]], show: Callable[[str], None]) -> None:

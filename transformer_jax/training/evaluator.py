@@ -13,17 +13,22 @@ from typing import Any
 import jax
 from flax import nnx
 
-from transformer_jax.checkpoint import checkpoint_name, load_averages, load_parameters, up_to
-from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.loader import load_batches, place
+from transformer_jax.data.loader import load_batches, to_global_arrays
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.distributed import from_all, from_first
+from transformer_jax.devices.distributed import allgather, broadcast_from_first
+from transformer_jax.devices.sharding import batch_sharding, replicated
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
-from transformer_jax.sharding import batch_sharding, replicated
-from transformer_jax.storage import AnyPath
+from transformer_jax.saved_models.checkpoint import (
+    checkpoint_name,
+    load_averages,
+    load_parameters,
+    up_to,
+)
+from transformer_jax.settings.config import BatchConfig
+from transformer_jax.storage.files import AnyPath
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
 from transformer_jax.training.reporting import means
@@ -86,7 +91,7 @@ class Evaluator:
         ``training.average`` sets how many; ``auto`` selects the number with the lowest dev loss.
         """
         run, training = self._run, self._run.config.training
-        steps = from_first(run.checkpoints.steps)
+        steps = broadcast_from_first(run.checkpoints.steps)
         folders = [run.checkpoints.folder / checkpoint_name(step) for step in reversed(steps)]
         best = [path for path in folders if int(path.name) == run.progress.best_step]
         chains = [
@@ -121,7 +126,7 @@ class Evaluator:
 
     def _placed(self, parameters: Any) -> Parameters:
         abstract = self._run.functions.abstract_state.parameters
-        return place(parameters, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        return to_global_arrays(parameters, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
         rows = batch_sharding(self._run.mesh)
@@ -140,7 +145,7 @@ class Evaluator:
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
         lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]
         its_own = lines[jax.process_index() :: jax.process_count()]
-        shares = from_all(self._translator.translate(its_own))
+        shares = allgather(self._translator.translate(its_own))
         self._translator.parameters = ()
         places = (divmod(place, len(shares)) for place in range(len(lines)))
         return [shares[process][place] for place, process in places]

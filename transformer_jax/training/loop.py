@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
-from transformer_jax.checkpoint import described
-from transformer_jax.config import Config
 from transformer_jax.data.loader import load_batches
-from transformer_jax.distributed import is_first, lost_contact
+from transformer_jax.devices.distributed import is_first, lost_contact
+from transformer_jax.devices.sharding import batch_sharding
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.sharding import batch_sharding
-from transformer_jax.storage import write_atomically
+from transformer_jax.saved_models.checkpoint import described
+from transformer_jax.settings.config import Config
+from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
@@ -79,7 +79,7 @@ def train(
         loop = _Loop(run, reporter, watch)
         with closing(CompileAhead(run)) as compiled:
             loop.train(compiled)
-            return loop.sum_up()
+            return loop.write_summary()
 
 
 class _Watch:
@@ -190,7 +190,7 @@ class _Loop:
                 "command again to resume from the previous checkpoint."
             )
 
-    def sum_up(self) -> dict[str, Any]:
+    def write_summary(self) -> dict[str, Any]:
         """Evaluate on the test set if training is finished, and write summary.json."""
         run, progress, stopped_by = self._run, self._progress, self._signals.received
         summary: dict[str, Any] = {

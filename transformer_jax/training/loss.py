@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
+from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
-from transformer_jax.sharding import BATCH_AXES
-from transformer_jax.special_ids import PAD_ID
+from transformer_jax.tokenization.special_ids import PAD_ID
 
 
 class LossSums(NamedTuple):

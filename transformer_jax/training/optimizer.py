@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from transformer_jax.config import OptimizerConfig
-from transformer_jax.sharding import parameter_name
+from transformer_jax.devices.sharding import parameter_name
+from transformer_jax.settings.config import OptimizerConfig
 
 
 def learning_rate_schedule(

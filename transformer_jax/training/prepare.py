@@ -14,7 +14,27 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer_jax.checkpoint import (
+from transformer_jax.data.batching import BatchPlan
+from transformer_jax.data.corpus import (
+    Corpus,
+    build_corpus,
+    open_corpus,
+)
+from transformer_jax.data.loader import to_global_arrays
+from transformer_jax.data.sources import ParallelText
+from transformer_jax.devices.distributed import (
+    allgather,
+    broadcast_from_first,
+    check_agreement,
+    first_then_others,
+    is_first,
+    lost_contact,
+    raise_on_any_process,
+)
+from transformer_jax.devices.sharding import check_rows, make_mesh
+from transformer_jax.errors import UserError
+from transformer_jax.evaluation import check_bleu
+from transformer_jax.saved_models.checkpoint import (
     checkpoint_name,
     choose_checkpoints,
     config_of,
@@ -22,31 +42,11 @@ from transformer_jax.checkpoint import (
     load_parameters,
     load_tokenizer,
 )
-from transformer_jax.config import Config
-from transformer_jax.config_io import flatten, to_json
-from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.corpus import (
-    Corpus,
-    build_corpus,
-    open_corpus,
-)
-from transformer_jax.data.loader import place
-from transformer_jax.data.sources import ParallelText
-from transformer_jax.distributed import (
-    check_agreement,
-    first_then_others,
-    from_all,
-    from_first,
-    is_first,
-    lost_contact,
-    together,
-)
-from transformer_jax.errors import UserError
-from transformer_jax.evaluation import check_bleu
-from transformer_jax.remote_workdir import local_workdir
-from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import copy_folder, patiently, write_atomically
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import flatten, to_json
+from transformer_jax.storage.files import copy_folder, retry, write_atomically
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.resuming import (
     FREE_BETWEEN_PROCESSES,
@@ -60,7 +60,7 @@ from transformer_jax.training.step import (
     TrainState,
     make_step_functions,
 )
-from transformer_jax.training.workdir import Workdir, claimed
+from transformer_jax.training.workdir import Workdir, open_run_dir
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +116,12 @@ def prepare(
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
     place = Workdir(workdir)
     with ExitStack() as stack:
-        with together():
+        with raise_on_any_process():
             texts, pairs = check_inputs(config)
-        claim = claimed(place, config, allow_changes=allow_changes)
-        newest = from_first(lambda: stack.enter_context(claim))
-        place.share_token()
-        with together():
+        claim = open_run_dir(place, config, allow_changes=allow_changes)
+        newest = broadcast_from_first(lambda: stack.enter_context(claim))
+        place.check_shared_folder()
+        with raise_on_any_process():
             start = [] if newest is not None else _start_checkpoints(config)
         tokenizer, corpora = first_then_others(
             lambda: _tokenized(place, config, texts, newest, start)
@@ -164,7 +164,7 @@ def prepare(
         )
         checkpoints.wait()
         if is_first():  # push summary.json
-            patiently(place.store, place.push_files)
+            retry(place.store, place.push_files)
             place.push_checkpoints()
 
 
@@ -203,7 +203,9 @@ def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
 
     If the work directory is a URL, other hosts copy the corpora through it.
     """
-    found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
+    found: dict[str, str] = broadcast_from_first(
+        lambda: {k: c.fingerprint for k, c in corpora.items()}
+    )
     here, there = place.folder / "corpus", place.store / "corpus"
 
     def missing() -> list[str]:
@@ -212,7 +214,7 @@ def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
                 corpora[name] = corpus
         return [fingerprint for name, fingerprint in found.items() if name not in corpora]
 
-    wanted = {folder for folders in from_all(missing()) for folder in folders}
+    wanted = {folder for folders in allgather(missing()) for folder in folders}
 
     def copy() -> None:
         source, target = (here, there) if is_first() else (there, here)
@@ -220,7 +222,7 @@ def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
             copy_folder(source / folder, target / folder)
 
     first_then_others(copy)
-    with together():
+    with raise_on_any_process():
         if missing():
             raise UserError(
                 f"The corpus copied to {str(here)!r} is corrupt. Run the same command again to "
@@ -319,7 +321,7 @@ def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
     abstract: Parameters = functions.abstract_state.parameters
     log.info("Starting from the parameters of %s: %s.", start[0].parents[1], described(start))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    parameters = place(jax.tree.map(_grown, load_parameters(start), abstract), shardings)
+    parameters = to_global_arrays(jax.tree.map(_grown, load_parameters(start), abstract), shardings)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
     return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from transformer_jax.distributed import is_first
-from transformer_jax.storage import write_atomically
+from transformer_jax.devices.distributed import is_first
+from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import StepMetrics

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from transformer_jax.config import Config
-from transformer_jax.config_io import flatten
-from transformer_jax.errors import shown
+from transformer_jax.errors import short_repr
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import flatten
 
 # Name prefixes of settings that do not affect the result of a training step.
 _FREE_ON_RESUME = (
@@ -74,7 +74,7 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
 def fields_that_differ(differences: Sequence[Difference]) -> str:
     """Format differences as the last lines of a message."""
     lines = [
-        f"\n  {each.name}: {shown(each.old)} in the checkpoint, {shown(each.new)} now"
+        f"\n  {each.name}: {short_repr(each.old)} in the checkpoint, {short_repr(each.new)} now"
         for each in differences
     ]
     return "Fields that differ:" + "".join(lines)

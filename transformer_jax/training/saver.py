@@ -1,6 +1,6 @@
 """Background checkpoint saving with Orbax, retention, and restoring.
 
-``checkpoint.py`` describes the format.
+``saved_models/checkpoint.py`` describes the format.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from transformer_jax.checkpoint import (
+from transformer_jax.devices.distributed import broadcast_from_first, is_first
+from transformer_jax.errors import UserError, one_line
+from transformer_jax.saved_models.checkpoint import (
     checkpoint_name,
     complete_steps,
     delete_checkpoint,
     progress_of,
     write_manifest,
 )
-from transformer_jax.config import Config
-from transformer_jax.distributed import from_first, is_first
-from transformer_jax.errors import UserError, one_line
-from transformer_jax.storage import MANIFEST, AnyPath, patiently, remove_folder
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import Config
+from transformer_jax.storage.files import MANIFEST, AnyPath, remove_folder, retry
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import TrainState
 from transformer_jax.training.workdir import Workdir
@@ -57,7 +57,7 @@ class Checkpoints:
         """
         self.wait()
         path, store = self.folder / checkpoint_name(int(state.step)), self._workdir.store
-        if not from_first(lambda: patiently(store, lambda: self._make_room(path))):
+        if not broadcast_from_first(lambda: retry(store, lambda: self._make_room(path))):
             return
         self.failure = ""
         try:
@@ -82,11 +82,11 @@ class Checkpoints:
     def holds(self, step: int) -> bool:
         """Wait for the save in progress. Returns True if this step has a complete checkpoint."""
         self.wait()
-        return from_first(lambda: step in self.steps())
+        return broadcast_from_first(lambda: step in self.steps())
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, oldest first."""
-        return patiently(self.folder, lambda: complete_steps(self.folder))
+        return retry(self.folder, lambda: complete_steps(self.folder))
 
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
         """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
@@ -116,7 +116,7 @@ class Checkpoints:
                 return
             _try(self._workdir.push_files)
             noted = dataclasses.asdict(progress)
-            patiently(path, lambda: write_manifest(path, self._config, self._tokenizer, noted))
+            retry(path, lambda: write_manifest(path, self._config, self._tokenizer, noted))
         except Exception as error:
             self._discard(path, error)
             return
@@ -133,7 +133,7 @@ class Checkpoints:
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
         if is_first():
-            patiently(path, lambda: remove_folder(path))
+            retry(path, lambda: remove_folder(path))
         self.failure = one_line(error)
         log.error(
             "Checkpoint %d could not be saved: %s (in %s).", int(path.name), self.failure, path

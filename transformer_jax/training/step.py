@@ -13,19 +13,19 @@ import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
 
-from transformer_jax.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.data.batching import Batch
+from transformer_jax.devices.sharding import (
+    all_gathered,
+    batch_sharding,
+    reduce_scattered,
+    replicated,
+    state_shardings,
+    unshard_embeddings,
+)
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
-from transformer_jax.sharding import (
-    batch_sharding,
-    gathered,
-    replicated,
-    scattered,
-    state_shardings,
-    whole,
-)
-from transformer_jax.special_ids import PAD_ID
+from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
+from transformer_jax.tokenization.special_ids import PAD_ID
 from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
@@ -125,7 +125,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
 
     def eval_step(parameters: Parameters, batch: Batch) -> LossSums:
-        parameters = gathered(parameters, mesh, compute_dtype(config.model))
+        parameters = all_gathered(parameters, mesh, compute_dtype(config.model))
         return loss_and_sums(parameters, batch, None, **inputs)[1]
 
     return StepFunctions(
@@ -184,11 +184,11 @@ def train_step(
 
     def gradient(*inputs: Any) -> tuple[Parameters, LossSums]:
         grads, sums = loss(*inputs)
-        return scattered(grads, mesh), sums
+        return reduce_scattered(grads, mesh), sums
 
     grads, sums = accumulated_gradients(
         gradient,
-        gathered(state.parameters, mesh, compute_dtype(config.model)),
+        all_gathered(state.parameters, mesh, compute_dtype(config.model)),
         batch,
         dropout_key,
         microbatches=config.optimizer.accumulate_steps,
@@ -242,7 +242,7 @@ def loss_and_sums(
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
     # A tied matrix is used twice. With this constraint, each device adds the gradients of both uses
     # before XLA sums over devices. Otherwise, XLA would sum each gradient over devices separately.
-    model = nnx.merge(graph, whole(parameters, mesh))
+    model = nnx.merge(graph, unshard_embeddings(parameters, mesh))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot shard
         hidden_BTD = model.hidden(
             batch.source_BS,

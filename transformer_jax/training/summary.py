@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from transformer_jax.machine import num_cores
+from transformer_jax.devices.machine import num_cores
 
 _PACKAGES = [
     "jax",

@@ -12,20 +12,24 @@ from pathlib import Path
 
 import jax
 
-from transformer_jax.checkpoint import (
+from transformer_jax.data.corpus import TEMPORARY
+from transformer_jax.devices.distributed import broadcast_from_first, raise_on_any_process
+from transformer_jax.errors import UserError, one_line
+from transformer_jax.saved_models.checkpoint import (
     checkpoint_name,
     complete_steps,
     config_of,
     delete_checkpoint,
     newest_intact,
 )
-from transformer_jax.config import Config
-from transformer_jax.config_io import load_config_file, to_json
-from transformer_jax.data.corpus import TEMPORARY
-from transformer_jax.distributed import from_first, together
-from transformer_jax.errors import UserError, one_line
-from transformer_jax.remote_workdir import cached_folder, mirror_checkpoints, mirror_small_files
-from transformer_jax.storage import (
+from transformer_jax.saved_models.remote_workdir import (
+    cached_folder,
+    mirror_checkpoints,
+    mirror_small_files,
+)
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import load_config_file, to_json
+from transformer_jax.storage.files import (
     AnyPath,
     files_in,
     is_url,
@@ -74,7 +78,7 @@ class Workdir:
         root: AnyPath = self.folder if self._copies_checkpoints else self.store
         self.checkpoints, self._token = root / "checkpoints", ""
 
-    def share_token(self) -> None:
+    def check_shared_folder(self) -> None:
         """Write a token to check that all processes share the work directory.
 
         Another run that starts there replaces the token.
@@ -89,8 +93,8 @@ class Workdir:
                 raise UserError(f"{self.store} cannot be written: {one_line(error)}") from error
             return token
 
-        self._token = from_first(write)
-        with together():
+        self._token = broadcast_from_first(write)
+        with raise_on_any_process():
             end = time.monotonic() + _TOKEN_SECONDS
             while _token(self.store) != self._token:
                 if time.monotonic() > end:
@@ -171,7 +175,7 @@ def _token(place: AnyPath) -> str:
 
 
 @contextmanager
-def claimed(
+def open_run_dir(
     workdir: Workdir, config: Config, *, allow_changes: bool = False
 ) -> Iterator[int | None]:
     """Claim and lock ``workdir`` for a run with this config until the context exits.

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
-from transformer_jax.config import MeshConfig
+from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
-from transformer_jax.sharding import make_mesh
+from transformer_jax.settings.config import MeshConfig
 
 
 class Chip(SimpleNamespace):

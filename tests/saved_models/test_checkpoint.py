@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from runs import ONE, changed
 
-from transformer_jax import checkpoint
-from transformer_jax.checkpoint import (
+from transformer_jax.devices.sharding import make_mesh
+from transformer_jax.errors import UserError
+from transformer_jax.saved_models import checkpoint
+from transformer_jax.saved_models.checkpoint import (
     choose_checkpoints,
     load_model,
     newest_intact,
     save_model,
 )
-from transformer_jax.config import (
+from transformer_jax.settings.config import (
     Config,
     DataConfig,
     ModelConfig,
@@ -28,15 +30,13 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.config_io import to_json
-from transformer_jax.errors import UserError
-from transformer_jax.sharding import make_mesh
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config_files import to_json
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training import saver as checkpoint_module
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import StepFunctions, TrainState, make_step_functions
-from transformer_jax.training.workdir import Workdir, claimed
+from transformer_jax.training.workdir import Workdir, open_run_dir
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_loading_a_corrupt_checkpoint_fails_and_training_resumes_from_an_older_o
         with pytest.raises(UserError, match=f"00000002 is corrupt: .*{largest.name}"):
             load_model(path)
     assert load_model(checkpoints.folder / "00000001")
-    with caplog.at_level(logging.WARNING), claimed(Workdir(tmp_path), config) as step:
+    with caplog.at_level(logging.WARNING), open_run_dir(Workdir(tmp_path), config) as step:
         state, _ = checkpoints.restore(step, run.abstract_state)
     assert int(state.step) == step == 1
     assert "00000002 is corrupt" in caplog.text
@@ -245,7 +245,7 @@ def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
     for _ in range(2):  # the second attempt fails, too
         with (
             pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"),
-            claimed(Workdir(tmp_path), config),
+            open_run_dir(Workdir(tmp_path), config),
         ):
             pass
     assert len(list(checkpoints.folder.iterdir())) == 2
@@ -270,7 +270,7 @@ def test_an_interrupted_save_leaves_no_checkpoint(
 ) -> None:
     _save(checkpoints, run, 1, 2)
     (checkpoints.folder / "00000002" / "manifest.json").unlink()
-    with claimed(Workdir(tmp_path), config) as step:
+    with open_run_dir(Workdir(tmp_path), config) as step:
         assert step == 1
     assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]
 
@@ -379,7 +379,7 @@ def test_training_does_not_modify_an_imported_model(
     config, *model = load_model(tmp_path)
     save_model(tmp_path / "imported", config, *model)
     message = "contains an imported model, which training does not modify"
-    claim = claimed(Workdir(tmp_path / "imported"), config)
+    claim = open_run_dir(Workdir(tmp_path / "imported"), config)
     with pytest.raises(UserError, match=message), claim:
         pass
     assert load_model(tmp_path / "imported")[0] == config

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError, short_repr
 
 # The type of a field gives its range, as a predicate, and the expectation for its error message.
 Positive = Annotated[int, lambda n: 1 <= n < 2**31, "a positive number below 2^31"]
@@ -48,7 +48,7 @@ class Section:
         yield from ()
 
     def _error(self, name: str, expected: str) -> UserError:
-        value = shown(operator.attrgetter(name)(self))
+        value = short_repr(operator.attrgetter(name)(self))
         return UserError(f"{self._prefix}{name} is {value}; expected {expected}.")
 
 

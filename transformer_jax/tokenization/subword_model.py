@@ -8,9 +8,14 @@ from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
-from transformer_jax.errors import UserError, shown
-from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.subword_sampling import SubwordSampler, any_of, model_proto, symbols_of
+from transformer_jax.errors import UserError, short_repr
+from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenization.subword_sampling import (
+    SubwordSampler,
+    any_of,
+    model_proto,
+    symbols_of,
+)
 
 # In multilingual models, a line can begin with a tag for the target language.
 _TAG = re.compile("(?:>>.*?<<)?")
@@ -51,7 +56,7 @@ class SubwordModel:
         Raises ``UserError`` if ``lines`` is a single line.
         """
         if isinstance(lines, str):
-            raise UserError(f"lines is {shown(lines)}; expected a list of lines.")
+            raise UserError(f"lines is {short_repr(lines)}; expected a list of lines.")
         if not sampling and not self._foreign:
             if len(lines) == 1:  # a batch call starts a thread, which takes time
                 return [self._processor.encode(lines[0])]

@@ -1,7 +1,7 @@
 """All settings: frozen dataclasses whose fields declare their defaults and allowed values.
 
 The docstring under a field is its ``--help`` text. The defaults are the paper's base model; every
-deviation from the paper is a named field. ``config_io.py`` reads and writes config files.
+deviation from the paper is a named field. ``config_files.py`` reads and writes config files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from transformer_jax.config_checks import (
+from transformer_jax.settings.checks import (
     Count,
     ExtraLength,
     Fraction,

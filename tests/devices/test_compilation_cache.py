@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from transformer_jax.compilation_cache import keep_compiled
-from transformer_jax.storage import cache_folder
+from transformer_jax.devices.compilation_cache import enable_compilation_cache
+from transformer_jax.storage.files import cache_folder
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import logging, resource, sys
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 import jax, jax.numpy as jnp
-from transformer_jax.compilation_cache import keep_compiled
+from transformer_jax.devices.compilation_cache import enable_compilation_cache
 if {limit}:
     resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))  # as a full disk does
-keep_compiled()
+enable_compilation_cache()
 jax.monitoring.register_event_listener(lambda event, **_: print(event))
 print(jax.jit(lambda x: jnp.sin(x @ x).sum())(jnp.ones((4, 4))).item())
 """
@@ -73,7 +73,7 @@ def test_jax_own_setting_has_priority(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
     monkeypatch.setattr(jax.config, "jax_compilation_cache_dir", "theirs")
-    keep_compiled()
+    enable_compilation_cache()
     assert not updates and not (tmp_path / "ours").exists()
 
 

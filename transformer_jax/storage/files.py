@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
 
-from transformer_jax.errors import UserError, needs_extra, one_line, shown
+from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -85,7 +85,7 @@ def remote_path(url: str) -> UPath:
         path.fs  # noqa: B018  imports the package
     except (ImportError, ValueError) as error:
         raise UserError(
-            f"{shown(url)} cannot be opened: {error}. Expected a path, or a URL that "
+            f"{short_repr(url)} cannot be opened: {error}. Expected a path, or a URL that "
             "fsspec supports."
         ) from None
     return path
@@ -105,11 +105,11 @@ def kind_of(path: AnyPath) -> str:
         return ""
     except Exception as error:
         raise UserError(
-            f"{shown(str(path))} cannot be read: {str(error) or type(error).__name__}"
+            f"{short_repr(str(path))} cannot be read: {str(error) or type(error).__name__}"
         ) from error
 
 
-def patiently(path: AnyPath, access: Callable[[], T]) -> T:
+def retry(path: AnyPath, access: Callable[[], T]) -> T:
     """Return ``access()``, retrying for up to ten minutes while an object store fails.
 
     Errors are raised immediately if ``path`` is local.

@@ -11,14 +11,14 @@ import hashlib
 import time
 from pathlib import Path
 
-from transformer_jax.checkpoint import (
+from transformer_jax.errors import UserError
+from transformer_jax.saved_models.checkpoint import (
     checkpoint_name,
     complete_steps,
     corruption,
     delete_checkpoint,
 )
-from transformer_jax.errors import UserError
-from transformer_jax.storage import (
+from transformer_jax.storage.files import (
     MANIFEST,
     AnyPath,
     cache_folder,

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from transformer_jax.config import Processes
+from transformer_jax.devices.machine import find_devices
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.machine import find_devices
+from transformer_jax.settings.config import Processes
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def from_all(value: Any) -> list[Any]:
+def allgather(value: Any) -> list[Any]:
     """Gather a JSON-serializable value from every process, ordered by process id."""
     if jax.process_count() == 1:
         return [value]
@@ -121,7 +121,7 @@ def from_all(value: Any) -> list[Any]:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def raise_on_any_process() -> Iterator[None]:
     """Wait at the end of this context until all processes reach it.
 
     If one process fails inside the context, all others raise ``UserError`` with its id and error
@@ -130,30 +130,30 @@ def together() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from_all(str(error) or type(error).__name__)
+        allgather(str(error) or type(error).__name__)
         raise
-    for number, failure in enumerate(from_all("")):
+    for number, failure in enumerate(allgather("")):
         if failure:
             raise UserError(f"Process {number} failed: {failure}")
 
 
-def from_first(compute: Callable[[], T]) -> T:
+def broadcast_from_first(compute: Callable[[], T]) -> T:
     """Return process 0's ``compute()``, which must be JSON-serializable, in every process.
 
-    Raises the same errors as ``together``.
+    Raises the same errors as ``raise_on_any_process``.
     """
-    with together():
+    with raise_on_any_process():
         value = compute() if is_first() else None
-    return from_all(value)[0]  # type: ignore[no-any-return]
+    return allgather(value)[0]  # type: ignore[no-any-return]
 
 
 def first_then_others(compute: Callable[[], T]) -> T:
     """Call ``compute()`` in process 0, then in all other processes.
 
-    Raises the same errors as ``together``.
+    Raises the same errors as ``raise_on_any_process``.
     """
     for turn in (True, False):
-        with together():
+        with raise_on_any_process():
             if turn == is_first():
                 value = compute()
     return value
@@ -170,13 +170,13 @@ def check_agreement(values: dict[str, Any]) -> None:
     The message lists the differences from process 0.
     """
     values = json.loads(json.dumps(values))  # as after transmission: tuples become lists
-    expected = from_first(lambda: values)
+    expected = broadcast_from_first(lambda: values)
     differences = [
         f"\n  {name} is {values.get(name)!r}, but {expected.get(name)!r} in process 0"
         for name in sorted(values.keys() | expected.keys())
         if values.get(name) != expected.get(name)
     ]
-    with together():
+    with raise_on_any_process():
         if differences:
             raise UserError(
                 "The processes of this run have different settings or data; start all of them "

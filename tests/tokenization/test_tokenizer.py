@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from number_names import number_names
 
-from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.settings.config import TokenizerConfig
+from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 PAIRS = tuple(number_names("train", 2000))
 SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))
@@ -138,7 +138,7 @@ def test_sampling_depends_only_on_the_seed(tmp_path):
     assert digest(1) == digest(1) != digest(2)
     program = f"""
 import hashlib, json, sys
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.tokenization.tokenizer import Tokenizer
 lines = json.load(sys.stdin)
 ids = Tokenizer.load({str(tmp_path)!r}).source.encode(lines, sampling=0.05, seed=1)
 print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())

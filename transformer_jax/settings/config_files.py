@@ -9,10 +9,10 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.config import Config
 from transformer_jax.errors import UserError
+from transformer_jax.settings.config import Config
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")
 """Folder of recipes: in the package if installed from a wheel, next to the package in a clone."""
 

@@ -28,11 +28,11 @@ import numpy as np
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
-from transformer_jax.config import Config
-from transformer_jax.config_io import from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_model
-from transformer_jax.storage import (
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import from_json, load_config_file, to_json
+from transformer_jax.storage.files import (
     MANIFEST,
     AnyPath,
     files_in,
@@ -40,7 +40,7 @@ from transformer_jax.storage import (
     remove_folder,
     write_atomically,
 )
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

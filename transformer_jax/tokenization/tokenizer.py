@@ -12,11 +12,11 @@ from pathlib import Path
 
 import sentencepiece
 
-from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.storage import local_path, write_atomically
-from transformer_jax.subword_model import SubwordModel, with_symbols
+from transformer_jax.settings.config import TokenizerConfig
+from transformer_jax.storage.files import local_path, write_atomically
+from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenization.subword_model import SubwordModel, with_symbols
 
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
 _VOCABULARY = "tokenizer.vocab.json"

@@ -3,8 +3,8 @@
 Mesh axes: ``data`` splits the batch; ``fsdp`` splits the batch and every large parameter with its
 optimizer state; ``tensor`` splits heads and d_ff. The computation is the same on any mesh; XLA adds
 the communication. During a step, parameters are all-gathered along ``fsdp`` in the data type of
-matmuls (``gathered``), and gradients are reduce-scattered (``scattered``). Otherwise, XLA would
-also shard the layers' computation along ``fsdp`` and communicate activations.
+matmuls (``all_gathered``), and gradients are reduce-scattered (``reduce_scattered``). Otherwise,
+XLA would also shard the layers' computation along ``fsdp`` and communicate activations.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from transformer_jax.config import MeshConfig
+from transformer_jax.devices.machine import find_devices
 from transformer_jax.errors import UserError
-from transformer_jax.machine import find_devices
+from transformer_jax.settings.config import MeshConfig
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -117,7 +117,7 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     )
 
 
-def gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
+def all_gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     """All-gather parameters along ``fsdp`` as ``dtype``. Call this under ``jit``.
 
     Embeddings are converted back to float32, so their gradients are float32 sums.
@@ -133,7 +133,7 @@ def gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     return jax.tree_util.tree_map_with_path(gather, parameters, state_shardings(parameters, mesh))
 
 
-def whole(parameters: Any, mesh: Mesh) -> Any:
+def unshard_embeddings(parameters: Any, mesh: Mesh) -> Any:
     """Constrain embeddings or their gradients to be unsharded along ``fsdp``.
 
     On one device, returns them without a constraint, which would keep XLA from adding gradients in
@@ -149,11 +149,11 @@ def whole(parameters: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(constrain, parameters, shardings)
 
 
-def scattered(gradients: Any, mesh: Mesh) -> Any:
-    """Reduce-scatter gradients of ``gathered`` parameters along ``fsdp`` into float32 shards."""
+def reduce_scattered(gradients: Any, mesh: Mesh) -> Any:
+    """Reduce-scatter gradients of all-gathered parameters along ``fsdp`` into float32 shards."""
     # With only the second constraint, XLA would move rows of the batch between devices to compute
     # shards of the embeddings' gradients.
-    gradients = whole(gradients, mesh)
+    gradients = unshard_embeddings(gradients, mesh)
     shards = jax.lax.with_sharding_constraint(gradients, state_shardings(gradients, mesh))
     return jax.tree.map(lambda x: x.astype(jnp.float32), shards)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import jax
-
-from transformer_jax.storage import cache_folder
+from transformer_jax.storage.files import cache_folder
 
 
-def keep_compiled() -> None:
+def enable_compilation_cache() -> None:
     """Enable the persistent compilation cache. Call this before anything is compiled.
 
     The cache is the ``compiled`` folder in ``storage.cache_folder()``, or
@@ -16,5 +14,7 @@ def keep_compiled() -> None:
     deletes it: JAX's size limit needs a lock for every entry, and under that limit, jax 0.10 does
     not write to a folder that contains older entries.
     """
+    import jax
+
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))

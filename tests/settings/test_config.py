@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.config import (
+from transformer_jax.decoding.constraints import Constraints
+from transformer_jax.errors import UserError
+from transformer_jax.settings.config import (
     Config,
     DataConfig,
     DecodingConfig,
@@ -17,11 +19,9 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.config_io import flatten, from_json, load_config_file, to_json
-from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.errors import UserError
+from transformer_jax.settings.config_files import flatten, from_json, load_config_file, to_json
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted({*(ROOT / "configs").glob("*.py")} - {ROOT / "configs" / "table3.py"})
 
 
@@ -55,7 +55,7 @@ def test_recipes_round_trip_through_json(path: Path) -> None:
 
 
 def test_every_field_has_a_docstring_for_help() -> None:
-    source = (ROOT / "transformer_jax" / "config.py").read_text()
+    source = (ROOT / "transformer_jax" / "settings" / "config.py").read_text()
     for name in flatten(Config()):
         field = name.rsplit(".", 1)[-1]
         assert re.search(rf'^    {field}: .*\n    """', source, re.MULTILINE), (

@@ -15,13 +15,13 @@ import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
 from transformer_jax import remote_workdir
-from transformer_jax.checkpoint import complete_steps, load_model
-from transformer_jax.config import PairsConfig, TokenizerConfig
 from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
 from transformer_jax.decoding.program import local_copy
 from transformer_jax.errors import UserError
-from transformer_jax.remote_workdir import local_workdir
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.saved_models.checkpoint import complete_steps, load_model
+from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.settings.config import PairsConfig, TokenizerConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
 from transformer_jax.training.workdir import Workdir
@@ -54,7 +54,7 @@ def saved():
     (workdir.folder / "config.json").write_text("{}")
     (workdir.folder / "corpus").mkdir()
     (workdir.folder / "corpus" / "tokens").write_text("large")
-    workdir.share_token()
+    workdir.check_shared_folder()
     push(workdir)
     return workdir
 
@@ -150,7 +150,7 @@ def test_the_url_overrides_files_unless_this_machine_wrote_last(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
     other = Workdir(URL)
     other.pull()
-    other.share_token()
+    other.check_shared_folder()
     assert complete_steps(other.checkpoints) == [2, 4]
     checkpoint(other, 5, "array 5")
     push(other)

@@ -1,0 +1,14 @@
+"""Helpers that branches share with the trunk. Internal: not part of the public API."""
+
+from transformer_jax.decoding.segments import joint
+from transformer_jax.devices.compilation_cache import enable_compilation_cache
+from transformer_jax.errors import needs_extra, short_repr
+from transformer_jax.storage.files import write_atomically
+
+__all__ = [
+    "enable_compilation_cache",
+    "joint",
+    "needs_extra",
+    "short_repr",
+    "write_atomically",
+]
