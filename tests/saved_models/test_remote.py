@@ -14,10 +14,10 @@ import jax
 import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
-from transformer_jax import remote_workdir
 from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
 from transformer_jax.decoding.program import local_copy
 from transformer_jax.errors import UserError
+from transformer_jax.saved_models import remote_workdir
 from transformer_jax.saved_models.checkpoint import complete_steps, load_model
 from transformer_jax.saved_models.remote_workdir import local_workdir
 from transformer_jax.settings.config import PairsConfig, TokenizerConfig
