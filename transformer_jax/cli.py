@@ -86,7 +86,7 @@ def _open_standard_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # /dev/null gets ``number``, the lowest free descriptor
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, open(number, "w" if number else "r"))
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
     if not isinstance(sys.stderr, LossyStream):
         sys.stderr = LossyStream(sys.stderr)  # type: ignore[assignment]
 
