@@ -16,11 +16,11 @@ from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 from reference_search import Rules, reference_search
 
 from transformer_jax.decoding import trained_models
-from transformer_jax.decoding.buckets import Bucket, make_buckets
-from transformer_jax.decoding.engine import Hypothesis
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.length_buckets import Bucket, make_buckets
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.segments import joint
+from transformer_jax.decoding.sentences import Hypothesis
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError

@@ -14,12 +14,6 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.buckets import (
-    Bucket,
-    Sentence,
-    make_block,
-    make_buckets,
-)
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import (
     EMPTY,
@@ -29,8 +23,10 @@ from transformer_jax.decoding.continuous_batching import (
     resized,
 )
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.length_buckets import Bucket, make_block, make_buckets
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Method, SearchResult, results
+from transformer_jax.decoding.sentences import Hypothesis, Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig
@@ -51,17 +47,6 @@ _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
         "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     },
 }
-
-
-class Hypothesis(NamedTuple):
-    """A translation as token ids, with its scores."""
-
-    tokens: list[int]
-    """Target tokens without EOS."""
-    score: float
-    log_prob: float
-    token_log_probs: list[float]
-    """Log-probabilities of ``tokens``, then of EOS."""
 
 
 class _Search(NamedTuple):
