@@ -84,8 +84,6 @@ class _Search(NamedTuple):
         bucket: Bucket,
     ) -> tuple[Rows, Found]:
         """Run ``continuous_batching.admit_and_decode`` with the model."""
-        shape = bucket.rows, bucket.lengths[-1]
-        logger.info("Compiling the search for %d sentences of up to %d tokens.", *shape)
         step = nnx.merge(self.graph, weights).decode_step
         rows, evicted, _ = admit_and_decode(self.method, step, rows, block, max_steps, stop_after)
         return rows, evicted
@@ -109,6 +107,9 @@ class _Search(NamedTuple):
         source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
         start = partial(self.start_cache, bucket=bucket, max_length=longest)
         shapes = jax.eval_shape(start, weights, source_BS)
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / 1e9
+        said = "Compiling the search for %d sentences of up to %d tokens (KV cache: %.1f GB)."
+        logger.info(said, num_rows, bucket.lengths[-1], size)
         cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state = self.method.start(
             jnp.zeros(num_rows, jnp.int32),
