@@ -185,11 +185,13 @@ class Translator:
         )
 
     def check(self, request: Request) -> list[int]:
-        """Check a request. Returns the token ids of its prefix; raises ``UserError`` if invalid."""
+        """Check a request. Returns the token ids of its prefix, which is ignored if the text is
+        blank. Raises ``UserError`` if the request is invalid.
+        """
         line = f"Line {request.number}" if request.number else "The text"
         check_text(request.text, line)
         check_text(request.prefix, f"{line}: prefix")
-        if not request.prefix:
+        if not request.prefix or not request.text.strip():
             return []
         [prefix] = self.tokenizer.target.encode([request.prefix])
         said = f"{line}: prefix {short_repr(request.prefix)}"
