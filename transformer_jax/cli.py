@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from transformer_jax.errors import LossyStream, UserError, short_repr
@@ -23,16 +23,6 @@ ABANDONED = WeakSet[Future[Any]]()
 """Work in threads that cannot be canceled, such as compilation, and that nobody waits for."""
 
 
-class _Stderr(logging.Handler):
-    """Log handler that writes to the current ``sys.stderr``, which a progress bar can replace."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            print(self.format(record), file=sys.stderr)
-        except Exception:
-            self.handleError(record)
-
-
 def run_program(work: Callable[[], int | None]) -> int:
     """Run a program's main function and return its exit status. The program must then exit.
 
@@ -42,7 +32,10 @@ def run_program(work: Callable[[], int | None]) -> int:
     written, for example because the disk is full, are dropped.
     """
     _open_standard_streams()
-    logging.basicConfig(handlers=[_Stderr()], format="%(message)s", force=True)
+    # This handler writes to the current ``sys.stderr``, which a progress bar can replace.
+    handler = cast(logging.Handler, logging.lastResort)
+    handler.setLevel(logging.NOTSET)
+    logging.basicConfig(handlers=[handler], format="%(message)s", force=True)
     # Orbax logs through absl. Training has its own messages for failed saves and object stores.
     for library in ("absl", "gcsfs"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
@@ -54,7 +47,9 @@ def run_program(work: Callable[[], int | None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         status = 2
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _stdout_reader_is_gone():
+        poll = select.poll()
+        poll.register(1, 0)
+        if isinstance(error, BrokenPipeError) and poll.poll(0):  # stdout's other end is closed
             status = 141
         else:
             file = "" if error.filename is None else f"{short_repr(error.filename)}: "
@@ -86,16 +81,8 @@ def _open_standard_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # /dev/null gets ``number``, the lowest free descriptor
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
-    if not isinstance(sys.stderr, LossyStream):
-        sys.stderr = LossyStream(sys.stderr)  # type: ignore[assignment]
-
-
-def _stdout_reader_is_gone() -> bool:
-    """Return True if stdout is a pipe or socket whose other end is closed."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return bool(poll.poll(0))
+            setattr(sys, name, os.fdopen(number, "r+"))
+    sys.stderr = LossyStream(sys.stderr)  # type: ignore[assignment]
 
 
 def parse_flags(

@@ -41,11 +41,11 @@ class LossyStream:
     def write(self, text: str) -> int:
         with suppress(OSError):
             self._stream.write(text)
+            self._stream.flush()
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
+        self.write("")
 
 
 @contextmanager
