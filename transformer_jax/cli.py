@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from transformer_jax.errors import LossyStream, UserError, short_repr
@@ -33,7 +33,7 @@ def run_program(work: Callable[[], int | None]) -> int:
     """
     _open_standard_streams()
     # This handler writes to the current ``sys.stderr``, which a progress bar can replace.
-    handler = cast(logging.Handler, logging.lastResort)
+    handler: Any = logging.lastResort
     handler.setLevel(logging.NOTSET)
     logging.basicConfig(handlers=[handler], format="%(message)s", force=True)
     # Orbax logs through absl. Training has its own messages for failed saves and object stores.

@@ -38,11 +38,10 @@ class LossyStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def write(self, text: str) -> int:
+    def write(self, text: str) -> None:
         with suppress(OSError):
             self._stream.write(text)
             self._stream.flush()
-        return len(text)
 
     def flush(self) -> None:
         self.write("")

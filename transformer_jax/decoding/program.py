@@ -238,11 +238,7 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     models: Translator | Scorer = task(*loaded, devices=devices)
     aligner: Scorer | None = None
     if results.alignments:
-        aligner = (
-            models
-            if isinstance(models, Scorer)
-            else Scorer(models.model, models.tokenizer, models.config, devices=devices)
-        )
+        aligner = models if isinstance(models, Scorer) else Scorer(*loaded, devices=devices)
         aligner.align([], layer=results.alignment_layer)  # fail before the output is truncated
 
     def answers(records: Iterator[Record]) -> Answers:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar, cast
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import Alignment
@@ -149,8 +149,8 @@ _GAP = re.compile(r"[ \t\r\n:,]*")
 
 def _fields(line: str) -> list[tuple[str, str]]:
     """Split a JSON object into names and values. The values are JSON, as written in the line."""
-    texts, end = list[str](), line.index("{") + 1
-    while line[start := cast(re.Match[str], _GAP.match(line, end)).end()] != "}":
+    texts, end = [], line.index("{") + 1
+    while line[start := _GAP.match(line, end).end()] != "}":  # type: ignore[union-attr]
         _, end = _JSON.raw_decode(line, start)
         texts.append(line[start:end])
     return list(zip(map(json.loads, texts[::2]), texts[1::2]))
