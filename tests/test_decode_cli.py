@@ -436,7 +436,7 @@ def test_an_input_that_grows_is_reported(decode, expected, tmp_path, monkeypatch
     path.write_bytes(TEXT)
     status, out, err = decode("--input", path)
     assert (status, out.splitlines()) == (0, expected)
-    assert "The input grew by 28 bytes after its end was read; --resume will translate" in err
+    assert "The input grew by 28 bytes after its end was read. Translate them with --resume" in err
 
 
 def test_closed_standard_streams_leave_only_translations_in_the_output(workdir, expected, tmp_path):

@@ -180,7 +180,8 @@ class Engine:
         """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
         Assign such a dict or an ``nnx.State`` to update them, without recompilation. Arrays on the
-        device are not copied; do not donate them while they are in use here.
+        device are not copied; do not donate them while they are in use here. An empty dict frees
+        the memory until the next assignment.
         """
         return self._parameters
 

@@ -213,7 +213,7 @@ def decode(argv: Sequence[str]) -> None:
             if references is not None:
                 best.append(translations[0].text)
     if (added := _size(source) - sizes[0]) > 0:
-        said = "The input grew by %d bytes after its end was read; --resume will translate them."
+        said = "The input grew by %d bytes after its end was read. Translate them with --resume."
         logger.warning(said, added)
     if references is not None:
         print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
