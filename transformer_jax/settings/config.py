@@ -441,7 +441,7 @@ class MeshConfig(Section, prefix="mesh."):
 
 
 @dataclass(frozen=True)
-class Processes(Section, prefix="processes."):
+class Processes(Section, prefix="--"):
     """Communication between a run's processes. Not saved with the other settings."""
 
     distributed: bool = False
