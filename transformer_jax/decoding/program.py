@@ -66,12 +66,6 @@ class Files(Section, prefix="--"):
     """Number of lines to read before translating them; use 1 if a program waits for each output
     line. Default: 1 at a terminal, otherwise 100 batches."""
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """``shard`` as two numbers: (0, 4) for ``0/4``, the first of four shards."""
-        i, _, n = self.shard.partition("/")
-        return int(i), int(n)
-
     def rules(self) -> Iterator[Rule]:
         numbers = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         yield (
@@ -179,20 +173,21 @@ def decode(argv: Sequence[str]) -> None:
     arguments, config = checked_flags(argv)
     files, asked = arguments.files, arguments.scoring
     tokenize = asked.bleu_tokenize or config.training.bleu_tokenize
-    shard, references, sizes = files.part, None, list[int]()
+    start, step = map(int, files.shard.split("/"))
+    references, sizes = None, list[int]()
     source = files.input or "/dev/stdin"
     if asked.reference is not None:
         from transformer_jax.evaluation import check_bleu, evaluate  # sacreBLEU is slow to import
 
         check_bleu(tokenize)  # fail before hours of work
-        references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
+        references = list(islice(read_lines(asked.reference), start, None, step))
     answers = _load(arguments)
     sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers
     records = read_records(
         sys.stdin.buffer if files.input is None else files.input,
         files.format,
         files.text_field,
-        shard=shard,
+        shard=(start, step),
         targets=asked.score,
     )
     first = list(islice(records, 1))  # an unreadable input leaves the output unchanged
