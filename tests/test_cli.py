@@ -1,8 +1,12 @@
 """Behavior common to all programs: exit status, messages, signals, flags and help."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -10,6 +14,8 @@ import tyro
 
 from transformer_jax.cli import flag_values, parse_flags, run_program
 from transformer_jax.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def fail(error: BaseException) -> None:
@@ -24,6 +30,7 @@ def fail(error: BaseException) -> None:
         (FileExistsError(17, "File exists", "a" * 500), "aaa': File exists; check the path"),
         (OSError(28, "No space left on device"), "error: No space left on device; check"),
         (OSError("Not a gzipped file"), "error: Not a gzipped file; check"),
+        (BrokenPipeError(32, "Broken pipe"), "error: Broken pipe; check"),  # of a socket
     ],
 )
 def test_user_errors_are_one_short_line(
@@ -40,6 +47,60 @@ def test_exit_statuses() -> None:
     assert run_program(lambda: fail(KeyboardInterrupt())) == 130
     with pytest.raises(ZeroDivisionError):  # bugs keep their traceback
         run_program(lambda: fail(ZeroDivisionError()))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "train.py --workdir w --config w",
+        "decode.py --workdir w",
+        "-m transformer_jax.serving --workdir w --port 0",
+        "-m transformer_jax.report --workdir w --output w/r",
+        "-m transformer_jax.report.heat_maps --workdir w --text x --output w/r",
+        "-m transformer_jax.interop import --input w --workdir w",
+        "-m transformer_jax.parsing score --gold w --parses w",
+    ],
+)
+def test_closed_standard_streams_do_not_receive_messages_or_files(
+    program: str, tmp_path: Path
+) -> None:
+    """The streams are opened first, so no message goes to stdout and no file becomes stdout."""
+    (tmp_path / "w").write_text("")
+    script = program if program.startswith("-m") else f"{ROOT}/{program}"
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, *script.split()],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("kind", ["full", "gone"])
+def test_only_a_failing_stdout_ends_a_program(stream: str, kind: str) -> None:
+    code = f"""
+import logging, sys
+from transformer_jax.cli import run_program
+
+def main():
+    logging.getLogger("transformer_jax.x").warning("a message")
+    print("text", file=sys.{stream})
+    return 7
+
+sys.exit(run_program(main))
+"""
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "w") if kind == "full" else open(write, "w") as broken:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: broken}
+        done = subprocess.run([sys.executable, "-c", code], text=True, cwd=ROOT, **streams)
+    if stream == "stderr":
+        assert done.returncode == 7
+    elif kind == "gone":
+        assert (done.returncode, done.stderr) == (141, "a message\n")
+    else:
+        assert done.returncode == 2 and "error: No space left on device" in done.stderr
 
 
 @dataclass(frozen=True)

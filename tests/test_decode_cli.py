@@ -23,6 +23,7 @@ from random_models import write_run
 from transformer_jax.decoding import __main__ as program
 from transformer_jax.decoding import trained_models
 from transformer_jax.decoding.program import checked_flags
+from transformer_jax.decoding.records import Results
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import (
@@ -248,7 +249,7 @@ def test_invalid_flags_do_not_overwrite_the_output(decode, tmp_path):
 def test_jsonl(decode, expected):
     status, out, _ = decode("--format", "jsonl", "--nbest", 2, "--token-scores", stdin=OBJECTS)
     values = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and out.count('"x": [1.5], ') == len(LINES)
+    assert status == 0 and out.count('"x": [1.50], ') == len(LINES)
     assert [v["translation"] for v in values] == expected
     assert [(v["id"], v["text"]) for v in values] == list(enumerate(LINES))
     for v in values:
@@ -373,16 +374,15 @@ def test_defaults_that_depend_on_other_flags(workdir):
         (("--input", ""), "'.': Is a directory"),
         (("--output", "."), "'.': Is a directory"),
         (("--output", "x.gz"), "output is 'x.gz'; expected a name without .gz, because output is"),
-        (("--text-field", "score"), "text_field is 'score'; expected another field, because trans"),
-        (("--input", "x", "--output", "./x"), "output './x' is also an input; expected another"),
-        (("--score", "x", "--output", "./x"), "output './x' is also an input; expected another"),
+        (("--text-field", "score"), "--text-field is 'score'; expected another field, because tr"),
         (("--shard", "2/2"), "shard is '2/2'; expected i/n with i from 0 to n - 1"),
         (("--window", 0), "window is 0; expected a positive number"),
         (("--nbest", 0), "nbest is 0; expected a positive number"),
-        (("--nbest", 3), "nbest is 3; expected at most 2, the value of --beam-size"),
+        (("--nbest", 3), "--nbest is 3; expected at most 2, the value of --beam-size"),
+        (("--nbest", 1000), "--nbest is 1000; expected a positive number up to 512"),
         (("--beam-size", 0), "decoding.beam_size is 0"),
         (("--max-extra-length", 2**31 - 1), "is 2147483647; expected a number from 1 to 65,536"),
-        (("--alignments", "soft"), "alignments is 'soft'; expected 'hard', or --format jsonl"),
+        (("--alignments", "soft"), "--alignments is 'soft'; expected 'hard', or --format jsonl"),
         (("--suppress", "qqqq"), "decoding.suppress contains 'qqqq'"),
         (("--alignments", "hard", "--alignment-layer", 3), "layer is 3; expected -1 to 0"),
         (("--format", "jsonl", "--text-field", "x"), "line 1 is not valid JSON"),
@@ -394,6 +394,60 @@ def test_invalid_flags_give_one_error_line_and_status_2(decode, flags, message):
     assert (status, out) == (2, "")
     *_, last = err.splitlines()  # after log messages of loading
     assert message in last and last.startswith("error: ") and err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "redirection"),
+    [
+        ("--input x --output ./x", ""),
+        ("--score x --output ./x", ""),
+        ("--reference x --output linked", ""),
+        ("--input x --output symlink", ""),
+        ("--output linked", "< x"),
+        ("--input x", ">> linked"),
+    ],
+)
+def test_an_input_is_never_the_output(workdir, tmp_path, flags, redirection):
+    (tmp_path / "x").write_bytes(TEXT)
+    (tmp_path / "linked").hardlink_to(tmp_path / "x")
+    (tmp_path / "symlink").symlink_to("x")
+    command = f'exec "$@" --workdir {workdir} {flags} {redirection}'
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable, str(ROOT / "decode.py")],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    name = flags.split("--output ")[1] if "--output" in flags else "/dev/stdout"
+    message = f"error: --output '{name}' is also an input; expected another file.\n"
+    assert (done.returncode, done.stderr.decode()) == (2, message)
+    assert (tmp_path / "x").read_bytes() == TEXT
+
+
+def test_an_input_that_grows_is_reported(decode, expected, tmp_path, monkeypatch):
+    path, text = tmp_path / "in", Results.text
+
+    def grow(*arguments, **options):
+        with path.open("ab") as file:
+            file.write(b"one\n")
+        return text(*arguments, **options)
+
+    monkeypatch.setattr(Results, "text", grow)
+    path.write_bytes(TEXT)
+    status, out, err = decode("--input", path)
+    assert (status, out.splitlines()) == (0, expected)
+    assert "The input grew by 28 bytes after its end was read. Translate them with --resume" in err
+
+
+def test_closed_standard_streams_leave_only_translations_in_the_output(workdir, expected, tmp_path):
+    (tmp_path / "in").write_bytes(TEXT)
+    command = f'exec "$@" --workdir {workdir} --input {tmp_path}/in <&- 2>&-'
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable, str(ROOT / "decode.py")],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert (done.returncode, done.stdout.decode().splitlines()) == (0, expected)
 
 
 def test_a_reference_needs_a_whole_output_or_shard(decode, expected, tmp_path):

@@ -6,15 +6,16 @@ from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
 from .data.sources import read_lines, read_pairs
 from .decoding.beam_search import BeamSearch
-from .decoding.buckets import Bucket
 from .decoding.constraints import Constraints
 from .decoding.devices import devices_for_rows
-from .decoding.engine import Engine, Hypothesis, Sentence
+from .decoding.engine import Engine
 from .decoding.ensemble import Ensemble
+from .decoding.length_buckets import Bucket
 from .decoding.records import Request, Translation
 from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
 from .decoding.search import SearchResult, gather_beams, search
+from .decoding.sentences import Hypothesis, Sentence
 from .decoding.translator import Translator
 from .devices.sharding import batch_sharding, make_mesh, state_shardings
 from .errors import UserError

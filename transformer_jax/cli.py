@@ -5,68 +5,84 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
-from transformer_jax.errors import UserError, short_repr
+from transformer_jax.errors import LossyStream, UserError, short_repr
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import load_config_file
 
 T = TypeVar("T")
 
-COMPILING = "compiling"
-"""Name prefix of threads that must not delay the exit of a program."""
-
-
-class _Stderr(logging.Handler):
-    """Log handler that writes to the current ``sys.stderr``, which a progress bar can replace."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            print(self.format(record), file=sys.stderr)
-        except OSError:
-            self.handleError(record)
+ABANDONED = WeakSet[Future[Any]]()
+"""Work in threads that cannot be canceled, such as compilation, and that nobody waits for."""
 
 
 def run_program(work: Callable[[], int | None]) -> int:
     """Run a program's main function and return its exit status. The program must then exit.
 
     The status is the return value of ``work`` (0 for None), 2 on invalid input (``UserError`` or
-    ``OSError``, printed as one line), 130 on Ctrl-C, and 141 if stdout was closed, for example by
-    ``| head``. Log messages at INFO and above go to stderr.
+    ``OSError``, printed as one line), 130 on Ctrl-C, and 141 if the reader of stdout is gone, for
+    example with ``| head``. Log messages at INFO and above go to stderr; messages that cannot be
+    written, for example because the disk is full, are dropped.
     """
-    logging.basicConfig(handlers=[_Stderr()], format="%(message)s", force=True)
+    _open_standard_streams()
+    # This handler writes to the current ``sys.stderr``, which a progress bar can replace.
+    handler: Any = logging.lastResort
+    handler.setLevel(logging.NOTSET)
+    logging.basicConfig(handlers=[handler], format="%(message)s", force=True)
     # Orbax logs through absl. Training has its own messages for failed saves and object stores.
     for library in ("absl", "gcsfs"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger("transformer_jax").setLevel(logging.INFO)
     try:
         status = work() or 0
-    except BrokenPipeError:
-        # At exit, Python would flush stdout and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 141
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 2
     except OSError as error:
-        file = "" if error.filename is None else f"{short_repr(error.filename)}: "
-        advice = (
-            "check the path, its permissions, free disk space, limits (ulimit -a), and the network"
-        )
-        print(f"error: {file}{error.strerror or error}; {advice}.", file=sys.stderr)
-        status = 2
+        poll = select.poll()
+        poll.register(1, 0)
+        if isinstance(error, BrokenPipeError) and poll.poll(0):  # stdout's other end is closed
+            status = 141
+        else:
+            file = "" if error.filename is None else f"{short_repr(error.filename)}: "
+            advice = (
+                "check the path, its permissions, free disk space, limits (ulimit -a), and the "
+                "network"
+            )
+            print(f"error: {file}{error.strerror or error}; {advice}.", file=sys.stderr)
+            status = 2
     except KeyboardInterrupt:
         status = 130
-    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
-        # Compilation cannot be canceled and can take minutes.
+    try:
         sys.stdout.flush()
+    except OSError:  # at exit, Python would flush again, fail again and exit with status 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if any(map(Future.running, ABANDONED)):
+        # Compilation can take minutes.
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _open_standard_streams() -> None:
+    """Open closed standard streams on /dev/null, and make stderr a ``LossyStream``.
+
+    Otherwise the next file to be opened would get the descriptor of stdout or stderr and receive
+    what is printed, and ``print(..., file=None)`` would write messages to stdout.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # /dev/null gets ``number``, the lowest free descriptor
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(number, "r+"))
+    sys.stderr = LossyStream(sys.stderr)  # type: ignore[assignment]
 
 
 def parse_flags(

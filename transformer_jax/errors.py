@@ -1,7 +1,8 @@
-"""Exception for errors that a user can fix, and helpers for its messages."""
+"""Exception for errors that a user can fix, and helpers for messages."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 
 class UserError(ValueError):
@@ -24,6 +25,26 @@ def short_repr(value: object, *, limit: int = 120) -> str:
 def one_line(error: Exception) -> str:
     """Return a library's error message on one line, truncated if it is very long."""
     return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+class LossyStream:
+    """A text stream for messages. Drops text that cannot be written, because the disk is full or
+    the reader is gone: a message must never end the work that it reports.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
+
+    def flush(self) -> None:
+        self.write("")
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
 from transformer_jax.errors import needs_extra, short_repr
-from transformer_jax.storage.files import write_atomically
+from transformer_jax.storage.files import check_not_input, write_atomically
 
 __all__ = [
+    "check_not_input",
     "enable_compilation_cache",
     "joint",
     "needs_extra",

@@ -14,8 +14,9 @@ from flax import nnx
 
 from benchmarks import hlo
 from benchmarks.compile_for import lowered_search
-from transformer_jax.decoding.engine import Engine, Sentence, search_together
+from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.sentences import Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig, ModelConfig

@@ -35,7 +35,8 @@ def test_objects_have_text_and_prefix():
     [plain, forced] = objects({"text": "one\ntwo"}, {"id": 7, "text": "two", "prefix": "Z"})
     assert (plain.number, plain.text, plain.prefix) == (1, "one two", "")
     assert (forced.number, forced.text, forced.prefix) == (2, "two", "Z")
-    assert forced.fields == {"id": 7, "text": "two", "prefix": "Z"}
+    fields = {name: json.loads(value) for name, value in forced.fields}
+    assert fields == {"id": 7, "text": "two", "prefix": "Z"}
     assert [record.text for record in objects({"en": "one", "text": 3}, text_field="en")] == ["one"]
     [null] = objects({"text": "x", "prefix": None})  # as in tables where each line has all fields
     assert (null.text, null.prefix) == ("x", "")
@@ -53,6 +54,8 @@ def test_objects_have_text_and_prefix():
         ('{"source": "x", "id": 1}', "Fields of this line: source, id"),
         ("{}", "Fields of this line: none"),
         ('{"text": 5}', "line 3: field 'text' is 5; expected text"),
+        ('{"text": "x", "y": [NaN]}', "line 3 is not valid JSON .*'NaN'"),
+        ('{"text": "x", "y": -Infinity}', "line 3 is not valid JSON .*'-Infinity'"),
         ('{"text": "x", "prefix": 7}', "line 3: field 'prefix' is 7"),
         ('{"text": null}', "line 3: field 'text' is None; expected text"),
         (r'{"text": "\ud800"}', "line 3: field 'text' is not valid Unicode"),
@@ -209,6 +212,29 @@ def test_objects_keep_their_fields():
     assert list(values) == ["id", "text", "meta", "translation", "score", "log_prob"]
     assert (values["translation"], values["score"], values["log_prob"]) == ("ja gut", -1.2346, -2.5)
     assert json.loads(line).items() <= values.items() and '"ü": 1' in written
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("1e400", "-0", "1.50", "1.00000000000000000001", "7" * 4000, "-1E+5"),
+        *('{"a": 1, "a" :2}', "[[], {},\t[ -0 ]]", '"\\ud800 \\u00fc \\/ : , }"', "null"),
+    ],
+)
+def test_other_fields_are_copied_as_written(value):
+    line = f' {{"{{x": {value} , "ü":{value},"ü" : 2,"text":"yes"}} '
+    written = json_lines(Results(), line, [NOTHING])
+    expected = f'{{"{{x": {value}, "ü": {value}, "ü": 2, "text": "yes", "translation": ""'
+    assert written.startswith(expected)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_an_ignored_prefix_is_not_checked(tmp_path, scored):
+    (tmp_path / "targets").write_text("y\n")
+    text, options = ("x", {"targets": tmp_path / "targets"}) if scored else (" ", {})
+    for prefix in ("zz", 7, "\ud800"):
+        [record] = objects({"text": text, "prefix": prefix}, **options)
+        assert record.prefix == ""
 
 
 def test_fields_of_an_earlier_translation_are_replaced():

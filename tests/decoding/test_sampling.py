@@ -74,6 +74,18 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens():
         assert of_both <= set(order[:5].tolist())
 
 
+@pytest.mark.parametrize("parts", [(5, 3, 1, 1), (6, 2, 2), (25, 25, 25, 25), (90, 5, 5)])
+def test_top_p_keeps_no_token_beyond_the_boundary(parts):
+    """Tokens whose probabilities add up to exactly p are enough."""
+    chances = np.array(parts) / sum(parts)
+    shifts_R1 = np.random.default_rng(0).normal(0, 5, (1000, 1))
+    values_RV = np.float32(np.pad(np.log(chances), (0, 4), constant_values=-1e6) + shifts_R1)
+    for count in range(1, len(parts)):
+        method = Sampling(**IDS, top_p=float(chances[:count].sum()))
+        drawn = jax.jit(method._draw)(values_RV, jax.random.split(jax.random.key(0), 1000))
+        assert set(drawn.tolist()) == set(range(count))
+
+
 def test_the_most_likely_tokens_alone_are_greedy():
     """Top-k of 1 and low temperatures are greedy, even if all allowed tokens have low logits."""
     rules = Constraints(suppress=(3, 4, 5))

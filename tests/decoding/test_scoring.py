@@ -13,8 +13,8 @@ from flax import nnx
 from random_models import WORDS, lines_of_words, train_tokenizer
 
 from transformer_jax.decoding import scoring
-from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import re
 from types import SimpleNamespace
 
 import jax
@@ -16,11 +17,11 @@ from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 from reference_search import Rules, reference_search
 
 from transformer_jax.decoding import trained_models
-from transformer_jax.decoding.buckets import Bucket, make_buckets
-from transformer_jax.decoding.engine import Hypothesis
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.length_buckets import Bucket, make_buckets
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.segments import joint
+from transformer_jax.decoding.sentences import Hypothesis
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
@@ -109,6 +110,15 @@ def test_nothing_is_compiled_twice(model, tokenizer, caplog):
     assert sum("Compiling" in message for message in caplog.messages) == 1
 
 
+def test_the_size_of_the_cache_is_reported_before_it_is_allocated(model, tokenizer, caplog):
+    settings = {"beam_size": 512, "batch_size": 65_536, "max_extra_length": 65_536}
+    [engine] = Translator(model, tokenizer, DecodingConfig(**settings)).engines
+    with caplog.at_level(logging.INFO, "transformer_jax"):
+        jax.eval_shape(lambda: engine.new_rows(engine.buckets[0]))
+    found = re.search("65536 sentences .* .KV cache: (.*) GB.", caplog.text)
+    assert float(found[1]) > 65_536 * 512 * 65_536 * 2 * 4 / 1e9  # a key and a value of 1 float
+
+
 def test_a_stream_reads_one_window_ahead(translator):
     read = []
 
@@ -159,6 +169,12 @@ def test_a_single_line_is_an_error(translator, line):
 def test_invalid_lines(translator, line, message):
     with pytest.raises(UserError, match=message):
         translator.translate(["one", line])
+
+
+@pytest.mark.parametrize("text", ["", " \t"])
+def test_the_prefix_of_a_blank_line_is_ignored(translator, text):
+    requests = [Request(text, prefix=prefix) for prefix in ("€", "ONE " * 9999)]
+    assert translator.translate(requests) == ["", ""]
 
 
 def test_messages_shorten_long_values(translator):

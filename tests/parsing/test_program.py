@@ -28,6 +28,17 @@ def run(command: str) -> int:
     return main(command.split())
 
 
+@pytest.mark.parametrize("output", ["b", "linked"])
+def test_cleaned_trees_do_not_overwrite_a_treebank(
+    folder: Path, capsys: pytest.CaptureFixture[str], output: str
+) -> None:
+    (folder / "linked.mrg").hardlink_to(folder / "b.mrg")
+    before = (folder / "b.mrg").read_text()
+    assert run(f"prepare --trees a.mrg.gz b.mrg --output {output}") == 2
+    assert f"{output}.mrg' is also an input; expected another file" in capsys.readouterr().err
+    assert (folder / "b.mrg").read_text() == before
+
+
 def test_round_trip_from_trees_to_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("prepare --trees a.mrg.gz b.mrg --output made/all") == 0
     assert "3 trees with 11 words" in capsys.readouterr().err

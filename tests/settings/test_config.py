@@ -1,5 +1,8 @@
 """Configs: defaults, JSON, invalid values, config files, recipes."""
 
+import contextlib
+import dataclasses
+import operator
 import re
 import traceback
 from pathlib import Path
@@ -75,6 +78,14 @@ def test_every_field_has_a_docstring_for_help() -> None:
             lambda: ModelConfig(dropout=1.0),
             r"model.dropout is 1.0; expected a value in \[0, 1\)",
         ),
+        (
+            lambda: ModelConfig(d_model=1_000_000),
+            "model.d_model is 1000000; expected a number from 1 to 65,536",
+        ),
+        (
+            lambda: TokenizerConfig(sampled_epochs=1_000_000),
+            "tokenizer.sampled_epochs is 1000000; expected a positive number up to 512",
+        ),
         (lambda: ModelConfig(vocab_size=9, source_vocab_size=8), "'target' or 'none'"),
         (
             lambda: PairsConfig("text", ("a", "b"), ("c",)),
@@ -138,6 +149,32 @@ def test_every_field_has_a_docstring_for_help() -> None:
 def test_invalid_values(make: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()  # type: ignore[operator]
+
+
+# Settings that cost nothing by themselves: they limit, count from, or must fit other settings.
+UNBOUNDED = """
+    model.vocab_size model.d_k model.d_v model.max_positions
+    tokenizer.vocab_size tokenizer.max_training_sentences
+    data.train.limit data.dev.limit data.test.limit data.max_source_length data.max_target_length
+    batch.tokens optimizer.peak_learning_rate optimizer.warmup_steps optimizer.accumulate_steps
+    training.steps training.log_every training.eval_every training.bleu_sentences
+    training.checkpoint_every training.keep_checkpoints training.patience training.max_bad_steps
+    decoding.no_repeat_ngram decoding.top_k decoding.seed seed
+    mesh.data mesh.fsdp mesh.tensor mesh.slices
+"""
+
+
+def test_every_setting_that_costs_time_or_memory_is_bounded() -> None:
+    unbounded = set()
+    for name, value in flatten(Config()).items():
+        *path, field = name.split(".")
+        section = operator.attrgetter(".".join(path))(Config()) if path else Config()
+        if isinstance(value, bool | str | float | tuple):
+            continue
+        with contextlib.suppress(UserError):
+            dataclasses.replace(section, **{field: 2**31 - 1})
+            unbounded.add(name)
+    assert unbounded == set(UNBOUNDED.split())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Metrics: averages of several steps, TensorBoard files, full disks."""
 
 import errno
+import io
 import math
 import struct
 from pathlib import Path
@@ -93,6 +94,29 @@ def test_a_full_disk_loses_entries_but_does_not_end_the_run(
     assert (
         len(entries(tmp_path)) == 100 and events(tmp_path)[-1].summary.value[0].simple_value == 2.0
     )
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), BrokenPipeError(), None])
+def test_messages_that_cannot_be_written_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | None, terminal: bool
+) -> None:
+    """Without ``run_program`` too. stderr is None if it was closed when Python started."""
+
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error or AssertionError
+
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.setattr("sys.stderr", error and Broken())
+    reporter = Reporter(tmp_path, steps=9, start_step=0)
+    reporter.say("hello")
+    reporter.show(status="a status")
+    reporter.write("train", 1, {"loss": 1.0})
+    reporter.close()
+    assert [entry["loss"] for entry in entries(tmp_path)] == [1.0]
 
 
 def test_readers_see_the_old_or_the_new_file(tmp_path: Path) -> None:

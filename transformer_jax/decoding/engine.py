@@ -14,12 +14,6 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.buckets import (
-    Bucket,
-    Sentence,
-    make_block,
-    make_buckets,
-)
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import (
     EMPTY,
@@ -29,8 +23,10 @@ from transformer_jax.decoding.continuous_batching import (
     resized,
 )
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.length_buckets import Bucket, make_block, make_buckets
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Method, SearchResult, results
+from transformer_jax.decoding.sentences import Hypothesis, Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig
@@ -51,17 +47,6 @@ _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
         "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     },
 }
-
-
-class Hypothesis(NamedTuple):
-    """A translation as token ids, with its scores."""
-
-    tokens: list[int]
-    """Target tokens without EOS."""
-    score: float
-    log_prob: float
-    token_log_probs: list[float]
-    """Log-probabilities of ``tokens``, then of EOS."""
 
 
 class _Search(NamedTuple):
@@ -99,8 +84,6 @@ class _Search(NamedTuple):
         bucket: Bucket,
     ) -> tuple[Rows, Found]:
         """Run ``continuous_batching.admit_and_decode`` with the model."""
-        shape = bucket.rows, bucket.lengths[-1]
-        logger.info("Compiling the search for %d sentences of up to %d tokens.", *shape)
         step = nnx.merge(self.graph, weights).decode_step
         rows, evicted, _ = admit_and_decode(self.method, step, rows, block, max_steps, stop_after)
         return rows, evicted
@@ -124,6 +107,9 @@ class _Search(NamedTuple):
         source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
         start = partial(self.start_cache, bucket=bucket, max_length=longest)
         shapes = jax.eval_shape(start, weights, source_BS)
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / 1e9
+        said = "Compiling the search for %d sentences of up to %d tokens (KV cache: %.1f GB)."
+        logger.info(said, num_rows, bucket.lengths[-1], size)
         cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state = self.method.start(
             jnp.zeros(num_rows, jnp.int32),
@@ -194,7 +180,8 @@ class Engine:
         """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
         Assign such a dict or an ``nnx.State`` to update them, without recompilation. Arrays on the
-        device are not copied; do not donate them while they are in use here.
+        device are not copied; do not donate them while they are in use here. An empty dict frees
+        the memory until the next assignment.
         """
         return self._parameters
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import tyro
 
@@ -33,7 +33,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Positive, Rule, Section
 from transformer_jax.settings.config import Config, DecodingConfig
 from transformer_jax.settings.config_files import load_config_file
-from transformer_jax.storage.files import existing_folder, is_url
+from transformer_jax.storage.files import check_not_input, existing_folder, is_url
 
 if TYPE_CHECKING:
     from transformer_jax.decoding.scoring import Scorer
@@ -45,7 +45,7 @@ Answers: TypeAlias = Iterator[tuple[Record, list[Translation]]]
 
 
 @dataclass(frozen=True)
-class Files(Section):
+class Files(Section, prefix="--"):
     """Input and output files."""
 
     input: str | None = None
@@ -65,12 +65,6 @@ class Files(Section):
     window: Positive | None = None
     """Number of lines to read before translating them; use 1 if a program waits for each output
     line. Default: 1 at a terminal, otherwise 100 batches."""
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """``shard`` as two numbers: (0, 4) for ``0/4``, the first of four shards."""
-        i, _, n = self.shard.partition("/")
-        return int(i), int(n)
 
     def rules(self) -> Iterator[Rule]:
         numbers = re.fullmatch(r"(\d+)/(\d+)", self.shard)
@@ -92,7 +86,7 @@ class Files(Section):
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ScoringFlags:
     """Evaluation against given translations."""
 
     reference: str | None = None
@@ -114,7 +108,7 @@ class Arguments:
     """
     files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
     results: Annotated[Results, tyro.conf.arg(name="")] = field(default_factory=Results)
-    evaluation: Annotated[Evaluation, tyro.conf.arg(name="")] = field(default_factory=Evaluation)
+    scoring: Annotated[ScoringFlags, tyro.conf.arg(name="")] = field(default_factory=ScoringFlags)
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
         default_factory=DecodingConfig
     )
@@ -132,29 +126,32 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     workdirs = tuple(local_copy(workdir) for workdir in flag_values(argv, "workdir"))
     config = load_config_file(workdirs[0]) if workdirs else Config()
     arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding})
-    files, results, evaluation = arguments.files, arguments.results, arguments.evaluation
-    search = arguments.search
+    arguments = _with_dependent_defaults(dataclasses.replace(arguments, workdir=workdirs))
+    files, results, scoring = arguments.files, arguments.results, arguments.scoring
+    if results.alignments == "soft" and files.format == "text":
+        raise UserError("--alignments is 'soft'; expected 'hard', or --format jsonl for matrices.")
+    if results.nbest > arguments.search.beam_size:
+        raise UserError(
+            f"--nbest is {results.nbest}; expected at most {arguments.search.beam_size}, the value "
+            "of --beam-size."
+        )
+    output, source = files.output or "/dev/stdout", files.input or "/dev/stdin"
+    check_not_input(output, source, scoring.reference, scoring.score)
+    return arguments, config
+
+
+def _with_dependent_defaults(arguments: Arguments) -> Arguments:
+    """Set the values that follow from other flags."""
+    files, results, search = arguments.files, arguments.results, arguments.search
     if files.window is None and files.input is None and sys.stdin.isatty():
         files = dataclasses.replace(files, window=1)
     if files.window is not None:
         search = dataclasses.replace(search, batch_size=min(search.batch_size, files.window))
-    if results.alignments == "soft" and files.format == "text":
-        raise UserError("alignments is 'soft'; expected 'hard', or --format jsonl for matrices.")
-    if evaluation.score is not None:
+    if arguments.scoring.score is not None:
         results = dataclasses.replace(results, nbest=1, token_scores=True)
     if search.method == "sample":
         search = dataclasses.replace(search, beam_size=results.nbest)
-    if results.nbest > search.beam_size:
-        raise UserError(
-            f"nbest is {results.nbest}; expected at most {search.beam_size}, the value of "
-            "--beam-size."
-        )
-    inputs = filter(None, (files.input, evaluation.reference, evaluation.score))
-    if files.output and Path(files.output).resolve() in [Path(path).resolve() for path in inputs]:
-        raise UserError(f"output {files.output!r} is also an input; expected another file.")
-    return dataclasses.replace(
-        arguments, workdir=workdirs, files=files, results=results, search=search
-    ), config
+    return dataclasses.replace(arguments, files=files, results=results, search=search)
 
 
 def local_copy(workdir: str) -> str:
@@ -174,21 +171,23 @@ def decode(argv: Sequence[str]) -> None:
         OSError: a file cannot be read or written.
     """
     arguments, config = checked_flags(argv)
-    files, asked = arguments.files, arguments.evaluation
+    files, asked = arguments.files, arguments.scoring
     tokenize = asked.bleu_tokenize or config.training.bleu_tokenize
-    shard, references = files.part, None
+    start, step = map(int, files.shard.split("/"))
+    references, sizes = None, list[int]()
+    source = files.input or "/dev/stdin"
     if asked.reference is not None:
         from transformer_jax.evaluation import check_bleu, evaluate  # sacreBLEU is slow to import
 
         check_bleu(tokenize)  # fail before hours of work
-        references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
+        references = list(islice(read_lines(asked.reference), start, None, step))
     answers = _load(arguments)
     sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers
     records = read_records(
         sys.stdin.buffer if files.input is None else files.input,
         files.format,
         files.text_field,
-        shard=shard,
+        shard=(start, step),
         targets=asked.score,
     )
     first = list(islice(records, 1))  # an unreadable input leaves the output unchanged
@@ -201,11 +200,16 @@ def decode(argv: Sequence[str]) -> None:
                 f"{files.output} already has {kept} sentences, but --reference needs all of them "
                 "in one run; omit --resume or --reference."
             )
-        left = _skip(chain(first, records), kept, files.output)
+        # The last iterator yields nothing, but notes the input's size when its end is reached.
+        at_end: Iterator[Any] = iter(lambda: sizes.append(_size(source)), None)  # type: ignore
+        left = _skip(chain(first, records, at_end), kept, files.output)
         for record, translations in answers(left):
             write(lines(record, translations))
             if references is not None:
                 best.append(translations[0].text)
+    if (added := _size(source) - sizes[0]) > 0:
+        said = "The input grew by %d bytes after its end was read. Translate them with --resume."
+        logger.warning(said, added)
     if references is not None:
         print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
 
@@ -224,23 +228,19 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     results, search = arguments.results, arguments.search
     size = arguments.files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))
-    task = Translator if arguments.evaluation.score is None else Scorer
+    task = Translator if arguments.scoring.score is None else Scorer
     loaded = load_models(arguments.workdir, **vars(search))
     models: Translator | Scorer = task(*loaded, devices=devices)
     aligner: Scorer | None = None
     if results.alignments:
-        aligner = (
-            models
-            if isinstance(models, Scorer)
-            else Scorer(models.model, models.tokenizer, models.config, devices=devices)
-        )
+        aligner = models if isinstance(models, Scorer) else Scorer(*loaded, devices=devices)
         aligner.align([], layer=results.alignment_layer)  # fail before the output is truncated
 
     def answers(records: Iterator[Record]) -> Answers:
         for block in blocks(records, size):
             found: Iterable[list[Translation]]
             if isinstance(models, Scorer):
-                scored = models.score([(record.text, record.target) for record in block])
+                scored = models.score([(record.text, record.target or "") for record in block])
                 found = ([translation] for translation in scored)
             else:
                 found = models.stream(block, num_hypotheses=results.nbest, window=size)
@@ -257,6 +257,11 @@ def _aligned(answers: Answers, aligner: Scorer, layer: int) -> Answers:
         aligned = iter(aligner.align(pairs, layer=layer))
         for record, translations in block:
             yield record, list(islice(aligned, len(translations)))
+
+
+def _size(source: str) -> int:
+    """Return the size of a file in bytes, or 0 for a pipe or a URL."""
+    return os.path.getsize(source) if os.path.isfile(source) else 0
 
 
 def _skip(records: Iterator[Record], count: int, output: str | None) -> Iterator[Record]:

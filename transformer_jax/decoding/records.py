@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.errors import UserError, short_repr
-from transformer_jax.settings.checks import Positive, Section
+from transformer_jax.settings.checks import Few, Section
 
 T = TypeVar("T")
 
@@ -47,10 +48,12 @@ class Request:
 class Record(Request):
     """One line of the input; its number is its position in the whole input, counting from 1."""
 
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the input JSON object."""
-    target: str = ""
-    """Target to score."""
+    fields: Sequence[tuple[str, str]] = ()
+    """Names and values of the input JSON object. The values are JSON, as written in the input,
+    because parsing changes numbers such as 1e400.
+    """
+    target: str | None = None
+    """Target to score; None: translate."""
 
 
 @dataclass(frozen=True)
@@ -134,16 +137,29 @@ def read_records(
                 f"{short} has no line {number}, but {other} does; both files must have the same "
                 "number of lines because targets are paired with the input line by line."
             )
-        record = Record(line, number=number, target=target or "")
+        record = Record(line, number=number, target=target)
         if format == "jsonl":
             record = _from_json(record, f"{name}, line {number}", text_field)
         yield record
 
 
+_JSON = json.JSONDecoder(parse_constant=int)  # raises ValueError for NaN and Infinity
+_GAP = re.compile(r"[ \t\r\n:,]*")
+
+
+def _fields(line: str) -> list[tuple[str, str]]:
+    """Split a JSON object into names and values. The values are JSON, as written in the line."""
+    texts, end = [], line.index("{") + 1
+    while line[start := _GAP.match(line, end).end()] != "}":  # type: ignore[union-attr]
+        _, end = _JSON.raw_decode(line, start)
+        texts.append(line[start:end])
+    return list(zip(map(json.loads, texts[::2]), texts[1::2]))
+
+
 def _from_json(record: Record, where: str, text_field: str) -> Record:
     """Parse the JSON object in the record's text."""
     try:
-        values = json.loads(record.text)
+        values = _JSON.decode(record.text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not valid JSON ({error}); expected an object.") from None
     if not isinstance(values, dict):
@@ -157,12 +173,14 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
             f"{where} has no {text_field!r} field; choose another with --text-field. "
             f"Fields of this line: {names}."
         )
-    # Exported tables give every line all fields, so a prefix may be null.
-    text, prefix = values[text_field], values.get("prefix") or ""
+    text = values[text_field]
     check_text(text, f"{where}: field {text_field!r}")
+    # Scoring and empty texts ignore the prefix. Exported tables give every line all fields, so a
+    # prefix may be null.
+    prefix = "" if record.target is not None or not text.strip() else values.get("prefix") or ""
     check_text(prefix, f"{where}: field 'prefix'")
     text, prefix = text.replace("\n", " "), prefix.replace("\n", " ")
-    return replace(record, text=text, prefix=prefix, fields=values)
+    return replace(record, text=text, prefix=prefix, fields=_fields(record.text))
 
 
 def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -186,10 +204,10 @@ def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 @dataclass(frozen=True)
-class Results(Section):
+class Results(Section, prefix="--"):
     """Output for each translation."""
 
-    nbest: Positive = 1
+    nbest: Few = 1
     """Number of translations per sentence. If more than 1, each is a line `number ||| translation
     ||| score`, best first; in JSONL, the `hypotheses` field lists them. Sampling draws this many,
     whatever --beam-size is.
@@ -225,7 +243,13 @@ class Results(Section):
         """
         fields = [t.fields(self.token_scores, self.alignments) for t in translations]
         hypotheses = {"hypotheses": fields} if self.nbest > 1 else {}
-        return [json.dumps({**record.fields, **fields[0], **hypotheses}, ensure_ascii=False)]
+        added = fields[0] | hypotheses
+        texts = [
+            f"{json.dumps(name, ensure_ascii=False)}: {value}"
+            for name, value in record.fields
+            if name not in added
+        ]
+        return ["{" + ", ".join([*texts, json.dumps(added, ensure_ascii=False)[1:]])]
 
 
 def _number(x: float) -> float | None:

@@ -101,7 +101,8 @@ class Sampling(Method):
         if self.top_p < 1:
             chances_RK = jax.nn.softmax(values_RK, axis=-1)
             before_RK = jnp.cumsum(chances_RK, axis=-1) - chances_RK
-            values_RK = jnp.where(before_RK < self.top_p, values_RK, IMPOSSIBLE)
+            top_p = self.top_p * (1 - 1e-6)  # the difference is rounded
+            values_RK = jnp.where(before_RK < top_p, values_RK, IMPOSSIBLE)
         noise_RK = jax.vmap(lambda key: jax.random.gumbel(key, values_RK.shape[1:]))(keys_R)
         choice_R1 = jax.lax.argmax(values_RK + noise_RK, 1, jnp.int32)[:, None]
         if tokens_RK is not None:

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.alignment import alignment
-from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.decoding.records import Translation, blocks, check_text
 from transformer_jax.decoding.search import length_divisor
 from transformer_jax.decoding.trained_models import check_vocabulary

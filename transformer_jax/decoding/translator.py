@@ -12,10 +12,11 @@ from typing import Any, Self
 
 import jax
 
-from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, search_together
+from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Request, Translation, blocks, check_text
 from transformer_jax.decoding.segments import joint, split
+from transformer_jax.decoding.sentences import Hypothesis, Sentence
 from transformer_jax.decoding.trained_models import check_vocabulary, load_models
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
@@ -184,11 +185,13 @@ class Translator:
         )
 
     def check(self, request: Request) -> list[int]:
-        """Check a request. Returns the token ids of its prefix; raises ``UserError`` if invalid."""
+        """Check a request. Returns the token ids of its prefix, which is ignored if the text is
+        blank. Raises ``UserError`` if the request is invalid.
+        """
         line = f"Line {request.number}" if request.number else "The text"
         check_text(request.text, line)
         check_text(request.prefix, f"{line}: prefix")
-        if not request.prefix:
+        if not request.prefix or not request.text.strip():
             return []
         [prefix] = self.tokenizer.target.encode([request.prefix])
         said = f"{line}: prefix {short_repr(request.prefix)}"

@@ -95,7 +95,7 @@ def _new_folder(name: str, flag: str) -> Iterator[Path]:
     """
     folder = Path(name).expanduser()
     if "://" in name or (folder.exists() and any(folder.iterdir())):
-        raise UserError(f"{flag} is {name!r}; expected a new or empty folder on this machine.")
+        raise UserError(f"--{flag} is {name!r}; expected a new or empty folder on this machine.")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder

@@ -23,7 +23,7 @@ from transformer_jax.parsing.trees import (
     with_numbers,
     without_numbers,
 )
-from transformer_jax.support import write_atomically
+from transformer_jax.support import check_not_input, write_atomically
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def prepare(task: Prepare) -> str:
     stem = Path(task.output)
     stem.parent.mkdir(parents=True, exist_ok=True)
     for ending, lines in (("words", words), ("sequences", sequences), ("mrg", trees)):
+        check_not_input(f"{stem}.{ending}", *task.trees)
         write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
     return f"{stem}.words, .sequences and .mrg: {len(trees)} trees with {num_words} words."
 

@@ -41,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> None:
     a = parse_flags(Arguments, argv)
     if not a.workdir:
-        raise UserError("workdir is empty; expected one or more work directories.")
+        raise UserError("--workdir is empty; expected one or more work directories.")
     if a.samples < 0:
-        raise UserError(f"samples is {a.samples}; expected 0 or more.")
+        raise UserError(f"--samples is {a.samples}; expected 0 or more.")
     # A training run may be using the accelerator's memory.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with needs_extra("report"):

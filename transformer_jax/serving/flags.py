@@ -85,18 +85,18 @@ def _check_values(a: Arguments) -> None:
     if not a.workdir:
         raise UserError("--workdir is missing; expected a work directory written by train.py.")
     if not 0 < a.port < 65536:
-        raise UserError(f"port is {a.port}; expected 1 to 65535.")
+        raise UserError(f"--port is {a.port}; expected 1 to 65535.")
     for name in ("max_queue", "max_characters", "timeout"):
         value = getattr(a, name)
         if not 0 < value < math.inf:
-            raise UserError(f"{name} is {value}; expected more than 0.")
+            raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
 
 
 def _pairs(a: Arguments) -> list[Pair]:
     """Return the language pair of each model. Raises ``UserError`` for duplicate pairs."""
     if len(a.languages) != len(a.workdir):
         raise UserError(
-            f"languages has {len(a.languages)} pair(s) for {len(a.workdir)} work directories; "
+            f"--languages has {len(a.languages)} pair(s) for {len(a.workdir)} work directories; "
             "expected one pair per directory, in the same order, such as --languages en-de fr-de."
         )
     pairs = list(map(_parse_pair, a.languages))
@@ -114,6 +114,7 @@ def _parse_pair(text: str) -> Pair:
     source, _, target = text.partition("-")
     if not (_LANGUAGE.fullmatch(source) and _LANGUAGE.fullmatch(target)):
         raise UserError(
-            f"languages has {short_repr(text)}; expected pairs of codes, such as en-de or en-pt_BR."
+            f"--languages has {short_repr(text)}; expected pairs of codes, such as en-de or "
+            "en-pt_BR."
         )
     return Pair(source, target)

@@ -12,13 +12,15 @@ from transformer_jax.errors import UserError, short_repr
 
 # The type of a field gives its range, as a predicate, and the expectation for its error message.
 Positive = Annotated[int, lambda n: 1 <= n < 2**31, "a positive number below 2^31"]
-ExtraLength = Annotated[int, lambda n: 1 <= n <= 2**16, "a number from 1 to 65,536"]
+# Larger values have no use and would run for hours or exhaust the memory without a message.
+Few = Annotated[int, lambda n: 1 <= n <= 512, "a positive number up to 512"]
+Size = Annotated[int, lambda n: 1 <= n <= 2**16, "a number from 1 to 65,536"]
 Count = Annotated[int, lambda n: 0 <= n < 2**31, "a number from 0 to 2^31 - 1"]
 PositiveFloat = Annotated[float, lambda x: x > 0, "a positive number"]
 NonNegative = Annotated[float, lambda x: x >= 0, "0 or more"]
 Fraction = Annotated[float, lambda x: 0 <= x < 1, "a value in [0, 1)"]
 PositiveFraction = Annotated[float, lambda x: 0 < x <= 1, "a value in (0, 1]"]
-LineLength = Annotated[int, lambda n: 3 <= n < 2**31, "at least 3"]
+LineLength = Annotated[int, lambda n: 3 <= n <= 2**16, "a number from 3 to 65,536"]
 
 Rule = tuple[str, bool, str]
 """A constraint across fields: the field to report, the condition, the expectation."""
@@ -49,6 +51,8 @@ class Section:
 
     def _error(self, name: str, expected: str) -> UserError:
         value = short_repr(operator.attrgetter(name)(self))
+        if self._prefix == "--":  # as on the command line
+            name = name.replace("_", "-")
         return UserError(f"{self._prefix}{name} is {value}; expected {expected}.")
 
 

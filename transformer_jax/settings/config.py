@@ -13,7 +13,7 @@ from typing import Literal
 
 from transformer_jax.settings.checks import (
     Count,
-    ExtraLength,
+    Few,
     Fraction,
     LineLength,
     NonNegative,
@@ -22,6 +22,7 @@ from transformer_jax.settings.checks import (
     PositiveFraction,
     Rule,
     Section,
+    Size,
 )
 
 
@@ -35,19 +36,19 @@ class ModelConfig(Section, prefix="model."):
     source_vocab_size: Positive | None = None
     """Size of the source vocabulary if it is separate; None: one shared vocabulary. Training sets
     it from the tokenizer."""
-    d_model: Positive = 512
+    d_model: Size = 512
     """Width of embeddings and sub-layer outputs."""
-    d_ff: Positive = 2048
+    d_ff: Size = 2048
     """Inner width of the feed-forward layers."""
-    num_heads: Positive = 8
+    num_heads: Size = 8
     """Number of attention heads h."""
     d_k: Positive | None = None
     """Width of queries and keys per head; None: d_model / num_heads."""
     d_v: Positive | None = None
     """Width of values per head; None: d_model / num_heads."""
-    num_layers: Positive = 6
+    num_layers: Few = 6
     """Number of layers N in the encoder and in the decoder."""
-    num_decoder_layers: Positive | None = None
+    num_decoder_layers: Few | None = None
     """Number of decoder layers if different from the encoder; None: num_layers."""
     dropout: Fraction = 0.1
     """Dropout on embeddings and sub-layer outputs (section 5.4)."""
@@ -174,7 +175,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     sampling: Fraction = 0.0
     """BPE-dropout: probability of dropping a merge (usually 0.1); 0: off. Requires the bpe
     algorithm."""
-    sampled_epochs: Positive = 8
+    sampled_epochs: Few = 8
     """With sampling: number of copies of each training pair in the corpus, each in a newly drawn
     segmentation. An epoch contains all of them."""
     model: str = ""
@@ -260,7 +261,7 @@ class DataConfig(Section, prefix="data."):
     max_target_length: Positive = 256
     """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    workers: Count = 0
+    workers: Literal[0] | Few = 0
     """Number of processes for tokenization; 0: one per CPU core."""
 
 
@@ -275,13 +276,13 @@ class BatchConfig(Section, prefix="batch."):
     tokens: Positive = 25_000
     """Global batch size: number of source tokens and of target tokens per step, including padding
     (25,000 each in the paper)."""
-    buckets: Positive = 8
+    buckets: Few = 8
     """bucketed: number of buckets, each padded to one (source length, target length). More buckets
     mean less padding, but each is compiled separately."""
-    row_length: Positive = 256
+    row_length: Size = 256
     """packed: number of tokens per row on the side (source or target) with more tokens in the
     corpus. The other side's rows are shorter in proportion."""
-    row_multiple: Positive = 8
+    row_multiple: Size = 8
     """The number of rows in every batch is a multiple of this value, which must be a multiple of
     mesh.data x mesh.fsdp x optimizer.accumulate_steps."""
 
@@ -382,7 +383,7 @@ class DecodingConfig(Section, prefix="decoding."):
 
     method: Literal["beam", "sample"] = "beam"
     """Search for the most likely translation, or sample from the model's distribution."""
-    beam_size: Positive = 4
+    beam_size: Few = 4
     """beam: number of hypotheses kept per sentence (1: greedy). sample: number of samples."""
     length_penalty: NonNegative = 0.6
     """Length penalty (length normalization): alpha in log P / ((c + length) / (c + 1))^alpha, where
@@ -390,7 +391,7 @@ class DecodingConfig(Section, prefix="decoding."):
     length_offset: NonNegative = 5.0
     """c in the length penalty: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers,
     which divide by length^alpha."""
-    max_extra_length: ExtraLength = 50
+    max_extra_length: Size = 50
     """Maximum number of tokens by which a translation can exceed its source."""
     min_length: Count = 0
     """Minimum number of tokens in a translation."""
@@ -410,7 +411,7 @@ class DecodingConfig(Section, prefix="decoding."):
     max_source_length: LineLength = 256
     """Maximum source length in tokens, including EOS. Longer lines are translated in segments, with
     a warning."""
-    batch_size: Positive = 32
+    batch_size: Size = 32
     """Number of sentences decoded at a time, across all devices. It is divided by 4 for sources
     longer than 128 tokens and by 16 for sources longer than 512 tokens."""
 
@@ -440,7 +441,7 @@ class MeshConfig(Section, prefix="mesh."):
 
 
 @dataclass(frozen=True)
-class Processes(Section, prefix="processes."):
+class Processes(Section, prefix="--"):
     """Communication between a run's processes. Not saved with the other settings."""
 
     distributed: bool = False

@@ -58,6 +58,13 @@ def existing_folder(workdir: str | Path) -> Path:
     return folder
 
 
+def check_not_input(output: str, *inputs: str | None) -> None:
+    """Raise ``UserError`` if a file to be written is one of the inputs, perhaps by another name."""
+    for name in filter(os.path.isfile, filter(None, inputs)):
+        if os.path.isfile(output) and os.path.samefile(name, output):
+            raise UserError(f"--output {output!r} is also an input; expected another file.")
+
+
 def cache_folder() -> Path:
     """Return ``transformer_jax`` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."""
     caches = os.environ.get("XDG_CACHE_HOME", "")

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from transformer_jax.cli import COMPILING
+from transformer_jax.cli import ABANDONED
 from transformer_jax.data.loader import abstract_batch
 from transformer_jax.devices.distributed import raise_on_any_process
 from transformer_jax.devices.machine import num_cores
@@ -47,7 +47,7 @@ class CompileAhead:
         # XLA uses several cores per function in some phases. Processes exchange autotuning results,
         # so they all have to compile in the same order.
         threads = max(1, num_cores() // 2) if jax.process_count() == 1 else 1
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=COMPILING)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compiling")
         shapes = run.plan.first_uses(int(run.state.step), run.config.training.steps)
         self._steps = {shape: self._pool.submit(self._compile, shape) for shape in shapes}
 
@@ -85,7 +85,9 @@ class CompileAhead:
         """Cancel pending compilations.
 
         With several processes, waits for running ones, so all processes shut down together.
+        Otherwise the program can exit while they run.
         """
+        ABANDONED.update(self._steps.values())
         self._pool.shutdown(wait=jax.process_count() > 1, cancel_futures=True)
 
     def _compile(self, shape: tuple[int, int, int]) -> Any:

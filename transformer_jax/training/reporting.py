@@ -6,6 +6,7 @@ import json
 import math
 import operator
 import os
+import sys
 import time
 from contextlib import suppress
 from copy import copy
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from transformer_jax.devices.distributed import is_first
+from transformer_jax.errors import LossyStream
 from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress
@@ -87,7 +89,8 @@ class Reporter:
         board = workdir / "tensorboard"
         self._board = _Board(board, purge_step=start_step + 1) if is_first() else None
         self._failed = False
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_first())
+        file: Any = sys.stderr and LossyStream(sys.stderr)
+        self._console = Console(file=file, highlight=False, soft_wrap=True, quiet=not is_first())
         self._bar = ProgressBar(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(16),

@@ -72,7 +72,7 @@ class Workdir:
         self._copies_checkpoints = bool(url) and not url.startswith("gs://")
         if self._copies_checkpoints and jax.process_count() > 1:
             raise UserError(
-                f"workdir is {url!r}, which does not work with {jax.process_count()} processes; "
+                f"--workdir is {url!r}, which does not work with {jax.process_count()} processes; "
                 "use a gs:// URL or a folder that all processes share."
             )
         root: AnyPath = self.folder if self._copies_checkpoints else self.store
@@ -156,7 +156,7 @@ def _check_name(folder: Path) -> None:
         str(folder).encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"workdir is {str(folder)!r}, which contains characters outside this locale's "
+            f"--workdir is {str(folder)!r}, which contains characters outside this locale's "
             "encoding; set PYTHONUTF8=1 in the environment, or choose an ASCII name."
         ) from None
 

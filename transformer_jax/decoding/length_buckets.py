@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count, groupby, takewhile
 from typing import NamedTuple
 
@@ -12,20 +12,8 @@ import numpy as np
 
 from transformer_jax.decoding.continuous_batching import EMPTY
 from transformer_jax.decoding.search import NOT_FORCED
+from transformer_jax.decoding.sentences import Sentence
 from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
-
-
-class Sentence(NamedTuple):
-    """A sentence to translate."""
-
-    tokens: Sequence[int]
-    """Source tokens without EOS, fewer than ``Engine.longest_source``."""
-    prefix: Sequence[int] = ()
-    """Target tokens that the translation must begin with."""
-    seed: int = 0
-    """Sampling seed of the sentence."""
-    wanted: int = 1
-    """Number of hypotheses to find, at most ``decoding.beam_size``."""
 
 
 class Bucket(NamedTuple):
