@@ -1,9 +1,9 @@
 """Random segmentation for subword regularization: BPE-dropout with a reproducible seed.
 
 SentencePiece can also sample, but (as of 0.2.3) it salts each process's generator randomly, so a
-seed does not reproduce a segmentation. Here, pieces and scores come from SentencePiece, and random
-numbers from ``random.Random``. Words are segmented separately, because no piece in our models
-crosses a space.
+seed does not reproduce a segmentation. Its distribution also differs from the paper's: a dropped
+merge stays dropped until a neighbor changes. Here, pieces and scores come from SentencePiece,
+random numbers from ``random.Random``, and the distribution from Algorithm 1 in the paper.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Any
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, short_repr
 
-_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # starts with ▁, which stands for a space
+# Units that are segmented separately: words that start with ▁ (a space), words that end with ▁, or,
+# if tokens span several words, the whole line.
+_UNITS = "\u2581?[^\u2581]+|\u2581", "[^\u2581]*\u2581|[^\u2581]+", "(?s:.+)"
 _CACHED_WORDS = 2**15
 
 
@@ -43,7 +45,11 @@ def any_of(symbols: Iterable[str]) -> str:
 
 
 class SubwordSampler:
-    """BPE-dropout: each merge is dropped with probability ``dropout`` (Provilkov et al., 2020)."""
+    """BPE-dropout (Provilkov et al., 2020, Algorithm 1).
+
+    Before every merge, each possible merge is dropped with probability ``dropout``. The best of the
+    others is made. Segmentation ends when none is left.
+    """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, dropout: float) -> None:
         model = model_proto(processor.serialized_model_proto())
@@ -53,9 +59,16 @@ class SubwordSampler:
                 "tokenizer.sampling needs a BPE model; set tokenizer.sampling to 0 or "
                 "tokenizer.algorithm to bpe."
             )
+        if unused := [p.piece for p in pieces if p.type == p.UNUSED]:
+            raise UserError(
+                f"tokenizer.sampling needs a model without unused tokens; this model has "
+                f"{short_repr(unused)}. Set tokenizer.sampling to 0."
+            )
         self._processor = processor
         self.dropout = dropout
-        self._scores = {p.piece: p.score for p in pieces if p.type == p.NORMAL}
+        self._ranks = {p.piece: -p.score for p in pieces if p.type == p.NORMAL}
+        units = map(re.compile, _UNITS)
+        self._unit = next(unit for unit in units if all(map(unit.fullmatch, self._ranks)))
         self._spells_bytes = any(p.type == p.BYTE for p in pieces)
         self._symbols = set(symbols_of(model))
         self._symbol = re.compile(f"({any_of(self._symbols)})") if self._symbols else None
@@ -69,7 +82,7 @@ class SubwordSampler:
             if part in self._symbols:
                 pieces.append(part)
             else:
-                for word in _WORD.findall(part):
+                for word in self._unit.findall(part):
                     pieces += self._draw(word, generator)
         return pieces
 
@@ -89,27 +102,29 @@ class SubwordSampler:
         """Encode a word with BPE, best pair first. Returns the pieces and the number of merges.
 
         After ``until_drop`` merges, drops one merge and draws a new ``until_drop`` from
-        ``generator``.
+        ``generator``. The dropped merge is possible again after the next merge.
         """
         n = len(word)
         end = list(range(1, n + 1))  # end of the part that begins at i
         begin = list(range(-1, n))  # begin of the part that ends at i
-        agenda: list[tuple[float, int, int, int]] = []
-        merges = 0
+        agenda, dropped = list[tuple[float, int, int, int]](), list[tuple[float, int, int, int]]()
+        merges, rank_of = 0, self._ranks.get
 
         def propose(left: int, middle: int, right: int) -> None:
-            score = self._scores.get(word[left:right])
-            if score is not None:
-                heapq.heappush(agenda, (-score, left, middle, right))
+            rank = rank_of(word[left:right])
+            if rank is not None:
+                heapq.heappush(agenda, (rank, left, middle, right))
 
         for i in range(n - 1):
             propose(i, i + 1, i + 2)
         while agenda:
-            _, left, middle, right = heapq.heappop(agenda)
+            best = heapq.heappop(agenda)
+            _, left, middle, right = best
             if end[left] != middle or end[middle] != right:
                 continue  # one of the two parts was merged with another part
             if until_drop == 0 and generator is not None:
                 until_drop = self._merges_before_drop(generator)
+                dropped.append(best)
                 continue
             until_drop -= 1
             merges += 1
@@ -118,13 +133,15 @@ class SubwordSampler:
                 propose(begin[left], left, right)
             if right < n:
                 propose(left, right, end[right])
+            while dropped:
+                heapq.heappush(agenda, dropped.pop())
         parts = [word[start:stop] for start, stop in enumerate(end) if stop]
         return self._spelled(parts), merges
 
     def _spelled(self, parts: Iterable[str]) -> list[str]:
         """Convert parts of a word to pieces. Adjacent unknown parts become one piece, or bytes."""
         pieces: list[str] = []
-        for known, run in groupby(parts, self._scores.__contains__):
+        for known, run in groupby(parts, self._ranks.__contains__):
             if known:
                 pieces += run
             elif self._spells_bytes:
