@@ -46,7 +46,7 @@ MODELS = {
     "digits": {"split_digits": True, "normalization_rule_name": "nfkc_cf"},
 }
 WORDS = ["one", "two", "hundred", "a", "and"]
-EXAMPLES = settings(max_examples=25)
+EXAMPLES = settings(max_examples=25, deadline=None)
 PARTS = [*"  ontwhudrea1é中<>", *TEXT, "one ", "hundred", "<2de>", "<unk>"]
 LINES = st.lists(st.lists(st.sampled_from(PARTS)).map("".join), min_size=1, max_size=4)
 
@@ -123,7 +123,7 @@ def test_a_model_with_unused_tokens():
     assert changed.encode(TEXT)
     with pytest.raises(
         UserError,
-        match=r"sampling needs a model without unused tokens; .* Set tokenizer.sampling to 0",
+        match="without unused tokens; set tokenizer.sampling to 0",
     ):
         changed.encode(TEXT, sampling=0.1)
 

@@ -63,10 +63,8 @@ class TokenizeJob:
             text.fingerprint,
             self.tokenizer.fingerprint,
             (data.max_source_length, data.max_target_length),
-            (self.sampling, self.num_samples, self.seed),
+            (self.sampling and (_SAMPLING, self.sampling), self.num_samples, self.seed),
         ]
-        if self.sampling:
-            settings.append(_SAMPLING)
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def dtypes(self) -> list[np.dtype]:

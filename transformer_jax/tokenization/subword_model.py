@@ -37,9 +37,7 @@ class SubwordModel:
         self._ids = {token: i for i, token in enumerate(self._tokens)}
         self._sampler: SubwordSampler | None = None
         # SentencePiece's ``decode`` removes the space added before a line, but not one after it.
-        self._adds_end = (
-            proto.trainer_spec.treat_whitespace_as_suffix and proto.normalizer_spec.add_dummy_prefix
-        )
+        self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
         symbols = symbols_of(proto)
         tag = _TAG.pattern if self._foreign else ""
         self._leading = re.compile(tag + (rf"(?:\s*(?:{any_of(symbols)}))*" if symbols else ""))
@@ -86,7 +84,7 @@ class SubwordModel:
         text: str = self._processor.decode(self.tokens(shown) if self._foreign else shown)
         if self._foreign:  # tokens unknown to the model keep ▁ in place of a space
             text = text.replace("▁", " ").strip()
-        elif self._adds_end:
+        elif self._ends_words:
             text = text.removesuffix(" ")
         # byte tokens can decode to a newline, but a line must stay one line
         return text.replace("\n", " ")

@@ -8,19 +8,18 @@ random numbers from ``random.Random``, and the distribution from Algorithm 1 in 
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from transformer_jax.errors import UserError, short_repr
+from transformer_jax.errors import UserError
 
 # Units that are segmented separately: words that start with ▁ (a space), words that end with ▁, or,
 # if tokens span several words, the whole line.
@@ -54,21 +53,17 @@ class SubwordSampler:
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, dropout: float) -> None:
         model = model_proto(processor.serialized_model_proto())
         trainer, pieces = model.trainer_spec, model.pieces
-        if trainer.model_type != trainer.BPE:
+        if trainer.model_type != trainer.BPE or any(p.type == p.UNUSED for p in pieces):
             raise UserError(
-                "tokenizer.sampling needs a BPE model; set tokenizer.sampling to 0 or "
-                "tokenizer.algorithm to bpe."
-            )
-        if unused := [p.piece for p in pieces if p.type == p.UNUSED]:
-            raise UserError(
-                f"tokenizer.sampling needs a model without unused tokens; this model has "
-                f"{short_repr(unused)}. Set tokenizer.sampling to 0."
+                "tokenizer.sampling needs a BPE model without unused tokens; set "
+                "tokenizer.sampling to 0 or tokenizer.algorithm to bpe."
             )
         self._processor = processor
         self.dropout = dropout
         self._ranks = {p.piece: -p.score for p in pieces if p.type == p.NORMAL}
-        units = map(re.compile, _UNITS)
-        self._unit = next(unit for unit in units if all(map(unit.fullmatch, self._ranks)))
+        self._unit = next(
+            unit for unit in map(re.compile, _UNITS) if all(map(unit.fullmatch, self._ranks))
+        )
         self._spells_bytes = any(p.type == p.BYTE for p in pieces)
         self._symbols = set(symbols_of(model))
         self._symbol = re.compile(f"({any_of(self._symbols)})") if self._symbols else None
@@ -90,53 +85,38 @@ class SubwordSampler:
         # The number of merges before the first drop has a geometric distribution. Often no merge
         # in the word is dropped.
         first_drop = self._merges_before_drop(generator)
-        pieces, merges = self._merged(word)
-        return pieces if first_drop >= merges else self._merge(word, first_drop, generator)[0]
+        if first_drop >= len(word) - 1:
+            return self._merged(word)
+        return self._merge(word, first_drop, generator)
 
     def _merges_before_drop(self, generator: random.Random) -> int:
         return int(math.log(1.0 - generator.random()) / math.log1p(-self.dropout))
 
     def _merge(
         self, word: str, until_drop: float = math.inf, generator: random.Random | None = None
-    ) -> tuple[list[str], int]:
-        """Encode a word with BPE, best pair first. Returns the pieces and the number of merges.
+    ) -> list[str]:
+        """Encode a word with BPE, best pair first.
 
         After ``until_drop`` merges, drops one merge and draws a new ``until_drop`` from
         ``generator``. The dropped merge is possible again after the next merge.
         """
-        n = len(word)
-        end = list(range(1, n + 1))  # end of the part that begins at i
-        begin = list(range(-1, n))  # begin of the part that ends at i
-        agenda, dropped = list[tuple[float, int, int, int]](), list[tuple[float, int, int, int]]()
-        merges, rank_of = 0, self._ranks.get
-
-        def propose(left: int, middle: int, right: int) -> None:
-            rank = rank_of(word[left:right])
-            if rank is not None:
-                heapq.heappush(agenda, (rank, left, middle, right))
-
-        for i in range(n - 1):
-            propose(i, i + 1, i + 2)
-        while agenda:
-            best = heapq.heappop(agenda)
-            _, left, middle, right = best
-            if end[left] != middle or end[middle] != right:
-                continue  # one of the two parts was merged with another part
+        rank, never = self._ranks.get, math.inf
+        parts = list(word)
+        ranks = [rank(a + b, never) for a, b in pairwise(word)]
+        left = ranks  # after drops
+        while left and (best := min(left)) < never:
+            i = left.index(best)
             if until_drop == 0 and generator is not None:
                 until_drop = self._merges_before_drop(generator)
-                dropped.append(best)
+                left = left.copy()
+                left[i] = never
                 continue
             until_drop -= 1
-            merges += 1
-            end[left], begin[right], end[middle] = right, left, 0
-            if left:
-                propose(begin[left], left, right)
-            if right < n:
-                propose(left, right, end[right])
-            while dropped:
-                heapq.heappush(agenda, dropped.pop())
-        parts = [word[start:stop] for start, stop in enumerate(end) if stop]
-        return self._spelled(parts), merges
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            near = slice(max(0, i - 1), i + 2)
+            ranks[near] = [rank(a + b, never) for a, b in pairwise(parts[near])]
+            left = ranks
+        return self._spelled(parts)
 
     def _spelled(self, parts: Iterable[str]) -> list[str]:
         """Convert parts of a word to pieces. Adjacent unknown parts become one piece, or bytes."""
