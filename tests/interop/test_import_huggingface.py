@@ -547,6 +547,34 @@ def test_search_settings_are_imported(marian, tmp_path) -> None:
     assert config.decoding == DecodingConfig(beam_size=1, length_penalty=1.0, length_offset=0.0)
 
 
+@pytest.mark.cpu("an imported model computes in bfloat16 elsewhere")
+@pytest.mark.parametrize("generation", [None, {}])
+def test_search_settings_of_older_folders_are_in_the_config(
+    generation, marian, tmp_path, lines
+) -> None:
+    last = _vocabulary(marian)["<pad>"]
+    settings = {"num_beams": 3, "length_penalty": 0.0, "bad_words_ids": [[last], [1]]}
+    settings |= {"max_length": 60, "forced_eos_token_id": 0, "no_repeat_ngram_size": 2}
+    settings |= {"early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0}
+    folder = _with_settings(marian, tmp_path / "folder")
+    (folder / "generation_config.json").unlink()
+    _change_config(**settings, extra_pos_embeddings=last + 1, classif_dropout=0.5)(folder)
+    model = transformers.MarianMTModel.from_pretrained(folder).eval()
+    tokenizer = transformers.MarianTokenizer.from_pretrained(folder)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert main(["import", "--input", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    ours = Translator.from_workdir(tmp_path / "run", batch_size=16)
+    assert (ours.config.beam_size, ours.config.length_penalty) == (3, 0.0)
+    assert (ours.config.no_repeat_ngram, ours.config.suppress) == (2, ("<s>", "<unk>"))
+    generated = model.generate(**tokenizer(lines[:8], return_tensors="pt", padding=True))
+    expected = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    assert [text.strip() for text in ours.translate(lines[:8])] == expected
+    _change_config(early_stopping=True)(folder)
+    with pytest.raises(UserError, match=r"early_stopping in .*config.json' is True, which is not"):
+        import_huggingface(folder)
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
