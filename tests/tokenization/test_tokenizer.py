@@ -207,6 +207,16 @@ def test_loading_a_missing_or_corrupt_tokenizer(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content", ["null", "3", "true", "[1, 2]", "[[]]", "[null]", "[" * 100_000]
+)
+def test_loading_a_vocabulary_of_another_shape(content, tmp_path):
+    train().save(tmp_path)
+    (tmp_path / "tokenizer.vocab.json").write_text(content)
+    with pytest.raises(UserError, match=r"vocab\.json' is corrupt .* restore it from a backup"):
+        Tokenizer.load(tmp_path)
+
+
 def test_an_existing_model_is_used(tmp_path):
     ours = train()
     ours.save(tmp_path)
