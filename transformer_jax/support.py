@@ -4,12 +4,14 @@ from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
 from transformer_jax.errors import needs_extra, short_repr
 from transformer_jax.storage.files import check_not_input, write_atomically
+from transformer_jax.storage.json_files import parse_object
 
 __all__ = [
     "check_not_input",
     "enable_compilation_cache",
     "joint",
     "needs_extra",
+    "parse_object",
     "short_repr",
     "write_atomically",
 ]

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -134,6 +136,17 @@ def test_settings_that_change_the_corpus(tmp_path):
     assert len(list(tmp_path.glob("[!.]*"))) == len(builds)
     build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path, seed=3, num_samples=2)
     assert len(list(tmp_path.glob("[!.]*"))) == len(builds)  # these settings do not
+
+
+def test_corpora_sampled_by_an_earlier_version_are_not_used():
+    """Until 2026-11, BPE-dropout was SentencePiece's; the other corpora are still valid."""
+    text, data = ParallelText(NUMBERS, ""), DataConfig()
+    for sampled in ((0.0, 1, 0), (0.1, 8, 0)):
+        earlier = [(5, tokenize._CHUNK_PAIRS), text.fingerprint, TOKENIZER.fingerprint]
+        earlier += [(data.max_source_length, data.max_target_length), sampled]
+        found = tokenize.TokenizeJob(TOKENIZER, data, *sampled).fingerprint(text)
+        same = found == hashlib.sha256(json.dumps(earlier).encode()).hexdigest()
+        assert same == (not sampled[0])
 
 
 def test_a_finished_corpus_is_not_rebuilt(tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +25,17 @@ from transformer_jax import (
     EOS_ID,
     PAD_ID,
     Config,
+    DataConfig,
     DecodingConfig,
     ModelConfig,
+    PairsConfig,
     Scorer,
     Tokenizer,
     TokenizerConfig,
     Transformer,
     Translator,
     UserError,
+    build_corpus,
     save_model,
 )
 from transformer_jax.interop.__main__ import main
@@ -220,6 +225,52 @@ def test_scores_agree_with_the_libraries_at_length_offset_0(tmp_path, joint, lin
             np.testing.assert_allclose(ours, scores, atol=1e-4)
 
 
+def test_ctranslate2_renormalizes_without_suppressed_tokens(
+    tmp_path, joint, lines, marian, logits
+) -> None:
+    """We and transformers do not: the difference is -log(1 - p) for each token."""
+    config, model = marian(15, suppress=tuple(joint.target.tokens(joint.target.encode(["T"])[0])))
+    forbidden = [PAD_ID, *joint.target.ids(config.decoding.suppress)]
+    sources, scorer = joint.source.encode(lines[:6]), Scorer(model, joint, config.decoding)
+    folders = {form: export(form, tmp_path / form, config, model, joint) for form in EXPORTS}
+    targets, theirs = zip(*by_ctranslate2(folders["ctranslate2"], joint, lines[:6]), strict=True)
+    ours = scorer.score_tokens(list(zip(sources, targets, strict=True)))
+    differences = []
+    for pair in zip(sources, targets, strict=True):
+        found = logits(model, *(np.array([[*ids, EOS_ID]]) for ids in pair))[0]
+        differences.append(-np.log1p(-jax.nn.softmax(found)[:, forbidden].sum(1)).sum())
+    assert max(map(len, targets)) < 20 and max(differences) > 1e-3
+    np.testing.assert_allclose(theirs - np.array([x.sum() for x in ours]), differences, atol=1e-4)
+    targets, theirs = zip(*by_transformers(folders["huggingface"], joint, lines[:6]), strict=True)
+    ours = scorer.score_tokens(list(zip(sources, targets, strict=True)))
+    np.testing.assert_allclose(theirs, [x.sum() for x in ours], atol=1e-4)
+
+
+def test_the_end_at_the_limit_is_free_in_the_libraries(tmp_path, joint, lines, marian) -> None:
+    """Our scores include EOS's log-probability there. CTranslate2 leaves EOS out, so its limit is
+    one token longer.
+    """
+    limit = 4
+    config, model = marian(6)
+    bias = model.softmax_bias
+    bias[...] = bias[...].at[PAD_ID].set(-30.0).at[EOS_ID].add(-3.0)
+    sources, scorer = joint.source.encode(lines[:6]), Scorer(model, joint, config.decoding)
+    folders = {form: export(form, tmp_path / form, config, model, joint) for form in EXPORTS}
+    generation = folders["huggingface"] / "generation_config.json"
+    settings = json.loads(generation.read_text()) | {"max_length": limit + 2}  # with BOS and EOS
+    generation.write_text(json.dumps(settings))
+    for found in (
+        by_transformers(folders["huggingface"], joint, lines[:6]),
+        by_ctranslate2(folders["ctranslate2"], joint, lines[:6], max_decoding_length=limit),
+    ):
+        targets, theirs = zip(*found, strict=True)
+        ours = scorer.score_tokens(list(zip(sources, targets, strict=True)))
+        cut = [len(target) == limit for target in targets]
+        expected = [x[:-1].sum() if free else x.sum() for x, free in zip(ours, cut, strict=True)]
+        np.testing.assert_allclose(theirs, expected, atol=1e-4)
+        assert any(x[-1] < -0.1 for x, free in zip(ours, cut, strict=True) if free)
+
+
 def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, make) -> None:
     """With a length penalty, CTranslate2 stops after beam size x patience finished hypotheses, even
     poor ones. Its default patience of 1 is too early for these models.
@@ -249,6 +300,26 @@ def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, m
         )
         assert (scores["exported"] > scores["greedy"] - 1e-4).all()
         np.testing.assert_allclose(scores["exported"], scores["exhaustive"], atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_files_have_the_permissions_of_new_files(mask, tmp_path, joint, make) -> None:
+    before = os.umask(mask)
+    try:
+        for form in EXPORTS:
+            export(form, tmp_path / form, *make(joint), joint)
+        save_model(tmp_path / "saved", *make(joint), joint)
+        pairs = PairsConfig("text", ("one",), ("one",))
+        (tmp_path / "one").write_text("one\n")
+        build_corpus(pairs, joint, DataConfig(root=str(tmp_path), workers=1), tmp_path / "corpus")
+    finally:
+        os.umask(before)
+    modes = {
+        path: stat.S_IMODE(path.stat().st_mode) | path.is_dir() * 0o111
+        for path in tmp_path.rglob("*")
+    }
+    assert len(modes) > 20
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o666 != 0o666 & ~mask} == {}
 
 
 # Unsupported models, settings and tokenizers.

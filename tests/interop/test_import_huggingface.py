@@ -337,12 +337,12 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
         ),
         (_write("config.json", "{"), "config.json' cannot be read"),
         (_write("vocab.json", '["a"]'), "vocab.json' cannot be read"),
-        (_remove("generation_config.json"), "generation_config.json' cannot be read"),
+        (_write("generation_config.json", "{"), "generation_config.json' cannot be read"),
         (_remove("source.spm"), "No such file or directory: .*source.spm'"),
         (_write("target.spm", "not a model"), "target.spm.* is not a SentencePiece model"),
         (_write("vocab.json", '{"<unk>": 0}'), "has 1 tokens; expected every id from 0 to"),
         (_change_config(model_type="bart"), "model_type in .* is 'bart'; expected 'marian'"),
-        (_change_config(d_model=None), "lacks d_model"),
+        (_change_config(d_model=None), "config.json: d_model is missing; expected"),
         (_change_config(normalize_before=True), "normalize_before in .* is True"),
         (_change_config(scale_embedding=False), "scale_embedding in .* is False"),
         (_change_config(decoder_ffn_dim=30), "decoder_ffn_dim in .* is 30"),
@@ -368,6 +368,124 @@ def test_unsupported_and_corrupt_folders_are_errors(change, message, marian, tmp
     shutil.copytree(marian, folder)
     change(folder)
     with pytest.raises((UserError, FileNotFoundError), match=message):
+        import_huggingface(folder)
+
+
+WRONG_TYPES = ["16", None, True, [], [[1]], {}, {"a": 1}]
+WRONG_NUMBERS = [-1, 1.5, float("nan"), 10**30]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "vocab.json"])
+@pytest.mark.parametrize(
+    "damaged",
+    ["", "{", "null", "[]", "3", '"x"', "[" * 100_000, '{"a":' * 100_000, "9" * 5000, "\udcff"],
+)
+def test_json_of_another_shape(name, damaged, marian, tmp_path) -> None:
+    shutil.copytree(marian, folder := tmp_path / "folder")
+    (folder / name).write_text(damaged, errors="surrogateescape")
+    with pytest.raises(UserError, match=f"{name}' cannot be read .*(JSON|missing)"):
+        import_huggingface(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "allowed"),
+    [
+        *(("config.json", f"{side}_layers", []) for side in ("encoder", "decoder")),
+        *(("config.json", f"{side}_ffn_dim", []) for side in ("encoder", "decoder")),
+        *(("config.json", f"{side}_attention_heads", []) for side in ("encoder", "decoder")),
+        ("config.json", "d_model", []),
+        ("config.json", "vocab_size", []),
+        *(("config.json", f"{name}_token_id", []) for name in ("pad", "eos", "decoder_start")),
+        ("config.json", "activation_function", []),
+        *(("config.json", name, []) for name in ("dropout", "attention_dropout")),
+        ("config.json", "scale_embedding", [True]),
+        ("config.json", "normalize_before", []),
+        ("vocab.json", "<unk>", []),
+        ("generation_config.json", "num_beams", [None]),
+        ("generation_config.json", "length_penalty", [None, 1.5, 10**30]),
+        ("generation_config.json", "min_new_tokens", [None]),
+        ("generation_config.json", "no_repeat_ngram_size", [None]),
+        ("generation_config.json", "bad_words_ids", [None, [], [[1]], {}]),
+    ],
+)
+def test_json_fields_of_other_types(name, field, allowed, marian, tmp_path) -> None:
+    """Errors name the file and the field, or our name for the field."""
+    shutil.copytree(marian, folder := tmp_path / "folder")
+    content = json.loads((marian / name).read_text())
+    for value in WRONG_TYPES + WRONG_NUMBERS:
+        (folder / name).write_text(json.dumps(content | {field: value}))
+        if any(value is each or value == each != 1 for each in allowed):
+            import_huggingface(folder)
+            continue
+        with pytest.raises(UserError) as raised:
+            import_huggingface(folder)
+        message = str(raised.value)
+        assert len(message) < 1000 and "\n" not in message
+        if value in WRONG_TYPES:
+            ours = {"num_beams": "beam_size", "min_new_tokens": "min_length"}.get(field, field)
+            assert name in message and (field in message or ours.removesuffix("_size") in message)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_files_that_are_not_needed(name, marian, tmp_path) -> None:
+    shutil.copytree(marian, folder := tmp_path / "folder")
+    (folder / name).write_text("[" * 100_000)
+    (folder / f"{WEIGHTS}.index.json").write_text("null")
+    import_huggingface(folder)
+
+
+def _with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def changed(content: bytes) -> bytes:
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        change(header)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + content[end:]
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:7],
+        lambda content: content[:200],
+        lambda content: content[:-1],
+        lambda content: content + b"x",
+        lambda content: b"\xff" * 8 + content[8:],
+        lambda content: bytes(8) + content[8:],
+        lambda content: (100_000).to_bytes(8, "little") + b"[" * 100_000,
+        lambda content: (4).to_bytes(8, "little") + b"null",
+        lambda content: (2).to_bytes(8, "little") + b"{}",
+        _with_header(lambda header: header.update({FC1: None})),
+        _with_header(lambda header: header[FC1].update(shape="24")),
+        _with_header(lambda header: header[FC1].update(shape=[24, 2**62])),
+        _with_header(lambda header: header[FC1].update(shape=[-24, 16])),
+        _with_header(lambda header: header[FC1].update(data_offsets=[0, 10**18])),
+        _with_header(lambda header: header[FC1].update(data_offsets=[8, 0])),
+        _with_header(lambda header: header[FC1].update(dtype="F3")),
+        _with_header(lambda header: header[FC1].pop("dtype")),
+        _with_header(lambda header: header.update(__metadata__=[])),
+    ],
+)
+@pytest.mark.parametrize("name", [WEIGHTS, PICKLE])
+def test_damaged_weights(name, damage, marian, tmp_path) -> None:
+    shutil.copytree(marian, folder := tmp_path / "folder")
+    content = damage((folder / WEIGHTS).read_bytes())
+    (folder / WEIGHTS).unlink()
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name}' cannot be read|have no tensor for"):
+        import_huggingface(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("save", [lambda folder: None, lambda folder: _pickle(folder)])
+def test_weights_that_are_not_finite(save, value, marian, tmp_path) -> None:
+    shutil.copytree(marian, folder := tmp_path / "folder")
+    _change_tensors(lambda tensors: tensors[FC1].__setitem__((3, slice(2)), value))(folder)
+    save(folder)
+    with pytest.raises(UserError, match=f"2 NaN or infinite values in {FC1}; expected finite num"):
         import_huggingface(folder)
 
 
@@ -427,6 +545,34 @@ def test_search_settings_are_imported(marian, tmp_path) -> None:
     assert config.decoding == expected
     config, *_ = import_huggingface(_with_settings(marian, tmp_path / "none", num_beams=None))
     assert config.decoding == DecodingConfig(beam_size=1, length_penalty=1.0, length_offset=0.0)
+
+
+@pytest.mark.cpu("an imported model computes in bfloat16 elsewhere")
+@pytest.mark.parametrize("generation", [None, {}])
+def test_search_settings_of_older_folders_are_in_the_config(
+    generation, marian, tmp_path, lines
+) -> None:
+    last = _vocabulary(marian)["<pad>"]
+    settings = {"num_beams": 3, "length_penalty": 0.0, "bad_words_ids": [[last], [1]]}
+    settings |= {"max_length": 60, "forced_eos_token_id": 0, "no_repeat_ngram_size": 2}
+    settings |= {"early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0}
+    folder = _with_settings(marian, tmp_path / "folder")
+    (folder / "generation_config.json").unlink()
+    _change_config(**settings, extra_pos_embeddings=last + 1, classif_dropout=0.5)(folder)
+    model = transformers.MarianMTModel.from_pretrained(folder).eval()
+    tokenizer = transformers.MarianTokenizer.from_pretrained(folder)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert main(["import", "--input", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    ours = Translator.from_workdir(tmp_path / "run", batch_size=16)
+    assert (ours.config.beam_size, ours.config.length_penalty) == (3, 0.0)
+    assert (ours.config.no_repeat_ngram, ours.config.suppress) == (2, ("<s>", "<unk>"))
+    generated = model.generate(**tokenizer(lines[:8], return_tensors="pt", padding=True))
+    expected = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    assert [text.strip() for text in ours.translate(lines[:8])] == expected
+    _change_config(early_stopping=True)(folder)
+    with pytest.raises(UserError, match=r"early_stopping in .*config.json' is True, which is not"):
+        import_huggingface(folder)
 
 
 @pytest.mark.parametrize(

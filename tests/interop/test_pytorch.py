@@ -542,6 +542,8 @@ def test_unsupported_embeddings_and_positions_are_errors() -> None:
         ({"output": nn.Linear(D, V + 1)}, r"\(41,\) for output.bias; expected shape \(31,\)"),
         ({"output": output, "positions": "rotary"}, "positions is 'rotary'; expected 'interleave"),
         ({"positions": (table_LD, table_LD + 1)}, "separate position tables but share one emb"),
+        ({"positions": table_LD / 0}, rf"have {8 * D} NaN or infinite values in positions\[1\]"),
+        ({"output": embedding.weight / 0}, "NaN or infinite values in output.weight; expected fin"),
         ({"positions": table_LD[:, 1:]}, r"have shape \(8, 31\) for positions\[1\]"),
     ):
         with pytest.raises(UserError, match=message):

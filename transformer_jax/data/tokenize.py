@@ -31,6 +31,7 @@ from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _FORMAT = 5  # part of the fingerprint; increase it if the arrays for the same input change
+_SAMPLING = "Algorithm 1"  # the same for sampled segmentations only
 _CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed
 
 Pairs = list[tuple[str, str]]
@@ -62,7 +63,7 @@ class TokenizeJob:
             text.fingerprint,
             self.tokenizer.fingerprint,
             (data.max_source_length, data.max_target_length),
-            (self.sampling, self.num_samples, self.seed),
+            (self.sampling and (_SAMPLING, self.sampling), self.num_samples, self.seed),
         ]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 

@@ -26,12 +26,11 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
     beginning of the line, such as ``>>deu<<``, is repeated before each segment.
     """
     tag, rest = tokenizer.source.split_tag(line)
-    if len(tag) <= limit // 2:  # a longer prefix is not a tag
-        line, limit = rest, limit - len(tag)
-    else:
-        tag = []
+    if len(tag) > limit // 2:  # too long for a tag
+        tag, rest = [], line
+    limit -= len(tag)
     texts, tokens = [""], list[list[int]]([[]])
-    for text, its_tokens in _units(line, limit, tokenizer):
+    for text, its_tokens in _units(rest, limit, tokenizer):
         if len(tokens[-1]) + len(its_tokens) > limit:
             texts.append("")
             tokens.append([])
@@ -39,9 +38,10 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
         tokens[-1] += its_tokens
     # Encode each segment as a whole. This rarely takes more tokens than encoding its units, because
     # every unit starts with a space token, even if it has no leading space.
-    whole = tokenizer.source.encode([text.strip() for text in texts])
+    prefix = line.removesuffix(rest.lstrip()) if tag else ""
+    whole = tokenizer.source.encode([prefix + text.strip() for text in texts])
     return [
-        tag + (segment if len(segment) <= limit else units)
+        segment if len(segment) <= len(tag) + limit else tag + units
         for segment, units in zip(whole, tokens, strict=True)
     ]
 

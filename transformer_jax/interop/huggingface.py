@@ -52,7 +52,7 @@ def export_huggingface(
     anything other than sizes, dropout and activation.
     """
     with needs_extra("interop"):
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
     shape = config.model
     check_fields(
         shape,
@@ -70,8 +70,10 @@ def export_huggingface(
     tensors = to_library(weights, HUGGING_FACE, OTHERS)
     tensors["final_logits_bias"] = tensors["final_logits_bias"][None]  # [1, V]
     tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
-    # The metadata tells transformers that axes are in PyTorch order.
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # The metadata tells transformers that axes are in PyTorch order. safetensors' ``save_file``
+    # would make the file unreadable for other users.
+    content = save(tensors, metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(content)
     generation = for_transformers(config, tokenizer)
     # from_pretrained needs the special token ids here; search settings go in the other file.
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformer_jax import (
     UserError,
 )
 from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON, OTHERS
-from transformer_jax.interop.search_settings import from_transformers
+from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
     HUGGING_FACE,
     Weights,
@@ -31,7 +30,7 @@ from transformer_jax.interop.weights import (
     sines_first,
     to_library,
 )
-from transformer_jax.support import needs_extra
+from transformer_jax.support import needs_extra, parse_object
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
 _NEVER = np.float32(-100)
@@ -48,6 +47,10 @@ _ALLOWED: dict[str, list[Any]] = {
     "add_final_layer_norm": [False],
     "activation_function": list(_ACTIVATIONS_READ),
 }
+_TYPES: dict[str, Any] = dict.fromkeys(
+    [*FIELDS, "vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id"], int | float
+)
+_TYPES["activation_function"] = str
 
 
 def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
@@ -83,26 +86,24 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
     shape = dataclasses.replace(shape, vocab_size=len(rows))
 
     file = folder / "generation_config.json"
+    settings = _read_json(file) if file.exists() else {}
+    if not settings:  # older versions of transformers write them to config.json
+        file = folder / "config.json"
+        settings = {name: x for name, x in theirs.items() if IN_CONFIG.search(name)}
     tokens = {row: token for token, row in list(rows.items())[1:]}  # PAD is never generated
     config = Config(
         model=shape,
         tokenizer=TokenizerConfig(vocab_size=len(rows)),
         # a low learning rate for fine-tuning
         optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
-        decoding=from_transformers(_read_json(file), tokens, file),
+        decoding=from_transformers(settings, tokens, file),
     )
     return config, model_of(weights, shape), tokenizer
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     """Read config.json. Raises ``UserError`` for unsupported settings."""
-    theirs = _read_json(file)
-    needed = {*FIELDS, "vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id"}
-    if missing := sorted(needed - theirs.keys()):
-        raise UserError(
-            f"{str(file)!r} lacks {', '.join(missing)}; expected the config.json of a complete "
-            "MarianMT folder."
-        )
+    theirs = _read_json(file, **_TYPES)
     allowed = _ALLOWED | {
         "decoder_ffn_dim": [theirs["encoder_ffn_dim"]],
         "decoder_attention_heads": [theirs["encoder_attention_heads"]],
@@ -119,9 +120,9 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
     """Map tokens, in the order of our ids, to their ids in ``file`` (-1 if missing)."""
-    ids = _read_json(file)
+    ids = _read_json(file, **dict.fromkeys(_read_json(file), int))
     size = theirs["vocab_size"]
-    if sorted(ids.values()) != list(range(size)):
+    if len(ids) != size or sorted(ids.values()) != list(range(size)):
         raise UserError(
             f"{str(file)!r} has {len(ids)} tokens; expected every id from 0 to {size - 1} once, "
             f"because vocab_size in config.json is {size}."
@@ -184,16 +185,16 @@ def _read_tensors(folder: Path) -> Weights:
     return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, **fields: Any) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_bytes()))
-    except (OSError, TypeError, ValueError) as error:
+        return parse_object(file.read_bytes(), file.name, **fields)
+    except (OSError, UserError) as error:
         raise _not_read(file, error) from None
 
 
 def _not_read(file: Path, error: Exception) -> UserError:
     return UserError(
-        f"{str(file)!r} cannot be read ({error}); expected a file from a Hugging Face MarianMT "
-        "folder (not Marian's own model.npz). To download one: hf download "
+        f"{str(file)!r} cannot be read ({str(error).rstrip('.')}); expected a file from a Hugging "
+        "Face MarianMT folder (not Marian's own model.npz). To download one: hf download "
         "Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
     )

@@ -308,7 +308,8 @@ def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], di
     if isinstance(positions, str):
         raise UserError(f"positions is {positions!r}; expected 'interleaved' or a learned table.")
     source_LD, target_LD = positions if isinstance(positions, tuple) else (positions, positions)
-    if shared and not np.array_equal(source_LD.detach().cpu(), target_LD.detach().cpu()):
+    tables_LD = source_LD.detach().cpu(), target_LD.detach().cpu()
+    if shared and not np.array_equal(*tables_LD, equal_nan=True):
         raise UserError(
             "source and target have separate position tables but share one embedding; expected one "
             "table, because each embedding has its own position table."

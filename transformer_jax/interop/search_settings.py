@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ _OTHERS = {
     *("forced_eos_token_id", "transformers_version", "_from_model_config"),
 }
 _KNOWN = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
+_SINGLE_IDS = re.compile(r"\[(\[\d+\](, )?)*\]")  # [[7], [9]]
+IN_CONFIG = re.compile("beam|penalty|ngram|bad_words|min_|do_sample|early_stop|forced_bos|suppress")
+"""Search settings in config.json, where older versions of transformers write them."""
 
 # With a length penalty, CTranslate2 stops once beam size x patience hypotheses are finished, even
 # if an unfinished one would score higher. With its default patience of 1, beam search can be worse
@@ -82,7 +86,7 @@ def from_transformers(
     forbidden = settings.get("bad_words_ids") or []
     for name, value in settings.items():
         is_off = not value or (value == 1 and value is not True)
-        several = name == "bad_words_ids" and any(len(ids) > 1 for ids in forbidden)
+        several = name == "bad_words_ids" and not _SINGLE_IDS.fullmatch(repr(forbidden))
         if several or not (is_off or name in _KNOWN):
             raise UserError(
                 f"{name} in {str(file)!r} is {value!r}, which is not supported. "
@@ -93,7 +97,10 @@ def from_transformers(
         for ours, (theirs, default, _) in _NAMES.items()
     }
     suppress = dict.fromkeys(tokens[i] for [i] in forbidden if i in tokens)
-    return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(suppress))
+    try:
+        return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(suppress))
+    except UserError as error:
+        raise UserError(f"{str(file)!r} is not supported: {error}") from None
 
 
 def length_limits(config: Config) -> tuple[int, int]:

@@ -90,7 +90,7 @@ def from_library(
 
 
 def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
-    """Raise ``UserError`` for missing or unexpected names and for wrong shapes."""
+    """Raise ``UserError`` for missing or unexpected names, wrong shapes, and NaN or infinity."""
     for name in sorted(expected.keys() | tensors.keys()):
         found, wanted = (
             f"shape {each[name].shape}" if name in each else "no tensor"
@@ -98,6 +98,11 @@ def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
         )
         if found != wanted:
             raise UserError(f"{where} have {found} for {name}; expected {wanted}.")
+        if count := np.count_nonzero(~np.isfinite(tensors[name])):
+            raise UserError(
+                f"{where} have {count:,} NaN or infinite values in {name}; expected finite "
+                "numbers. Download or train the weights again."
+            )
 
 
 def plain_weights(model: Transformer) -> Weights:

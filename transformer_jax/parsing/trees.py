@@ -91,12 +91,11 @@ def without_numbers(tokens: Sequence[str]) -> Sequence[str]:
 
 @dataclass
 class _Node:
-    number: int  # number of nodes opened earlier
     line: int
-    start: int
+    start: int  # number of words in the tree before this node
+    end: int = 0
     label: str = ""
     word: str = ""
-    has_children: bool = False
 
 
 def read_parses(file: str | Path) -> Iterator[Parse]:
@@ -109,48 +108,53 @@ def read_parses(file: str | Path) -> Iterator[Parse]:
         UserError: the file has an invalid format or is not UTF-8. The message includes the line
           number.
     """
-    line = opened = 0
-    path = list[_Node]()
-    words, tags, constituents = list[str](), list[str](), list[tuple[int, Constituent]]()
+    for nodes in _read_trees(file):
+        words = [node for node in nodes if node.word and node.label != _EMPTY]
+        spans = (
+            Constituent(_FUNCTION.sub("", node.label), node.start, node.end)
+            for node in nodes
+            if not node.word and node.start < node.end
+        )
+        if words or not any(node.word for node in nodes):
+            yield Parse(
+                tuple(node.word for node in words),
+                tuple(node.label for node in words),
+                tuple(span for span in spans if span.label not in _ROOTS),
+            )
+
+
+def _read_trees(file: str | Path) -> Iterator[list[_Node]]:
+    """Yield the nodes of each tree, in the order of their opening brackets."""
+    line = num_words = 0
+    nodes, path = list[_Node](), list[_Node]()  # path: the nodes that are still open
     for line, text in enumerate(read_lines(file), 1):
         for token in _TOKEN.findall(text):
-            node = path[-1] if path else None
             if token == "(":
-                if node is not None and node.word:
-                    raise _not_a_tree(file, line, f"( after the word {node.word!r}")
-                if node is not None:
-                    node.has_children = True
-                path.append(_Node(opened, line, len(words)))
-                opened += 1
+                if path and path[-1].word:
+                    raise _not_a_tree(file, line, f"( after the word {path[-1].word!r}")
+                path.append(_Node(line, num_words))
+                nodes.append(path[-1])
                 continue
-            if node is None:
-                raise _not_a_tree(file, line, f"{token!r} outside all brackets")
-            if token != ")":
-                if node.word or node.has_children:
-                    found = f"unexpected word {token!r} after a word or a constituent"
-                    raise _not_a_tree(file, line, found)
-                if node.label:
-                    node.word = token
-                else:
-                    node.label = token
-                continue
-            path.pop()
-            is_empty_tree = not path and not node.label and not node.has_children
-            if node.word and node.label != _EMPTY:
-                words.append(node.word)
-                tags.append(node.label)
-            if node.has_children:
-                label = _FUNCTION.sub("", node.label)
-                if node.start < len(words) and label not in _ROOTS:
-                    constituent = Constituent(label, node.start, len(words))
-                    constituents.append((node.number, constituent))
-            elif not node.word and not is_empty_tree:
-                raise _not_a_tree(file, line, f"({node.label}) has no word and no constituent")
             if not path:
-                if words or is_empty_tree:
-                    in_order = tuple(constituent for _, constituent in sorted(constituents))
-                    yield Parse(tuple(words), tuple(tags), in_order)
-                words, tags, constituents = [], [], []
+                raise _not_a_tree(file, line, f"{token!r} outside all brackets")
+            node, has_children = path[-1], path[-1] is not nodes[-1]
+            if token == ")":
+                path.pop()
+                node.end = num_words
+                is_empty_tree = not path and not node.label
+                if not (node.word or has_children or is_empty_tree):
+                    raise _not_a_tree(file, line, f"({node.label}) has no word and no constituent")
+                if not path:
+                    yield nodes
+                    nodes, num_words = [], 0
+            elif node.word or has_children:
+                found = f"unexpected word {token!r} after a word or a constituent"
+                raise _not_a_tree(file, line, found)
+            elif node.label:
+                node.word = token
+                num_words += node.label != _EMPTY
+            else:
+                node.label = token
     if path:
         found = f"the tree that starts here lacks {len(path)} of its closing brackets"
         raise _not_a_tree(file, path[0].line, found)

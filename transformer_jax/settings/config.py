@@ -164,7 +164,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     """Encode unknown characters as UTF-8 bytes, so no token is unknown."""
     normalization: Literal["nmt_nfkc", "nmt_nfkc_cf", "nfkc", "nfkc_cf", "identity"] = "nmt_nfkc"
     """Unicode normalization before segmentation. The _cf variants also fold case; identity leaves
-    the text unchanged."""
+    the text unchanged. The nmt_ variants turn the zero-width non-joiner into a space; Persian needs
+    it, so use nfkc."""
     user_defined_symbols: tuple[str, ...] = ()
     """Tokens that are never split, such as tags (<2de>) or placeholders. They do not have to occur
     in the training text. If a long line is translated in segments, each segment repeats the symbols
@@ -173,8 +174,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     max_training_sentences: Positive = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     sampling: Fraction = 0.0
-    """BPE-dropout: probability of dropping a merge (usually 0.1); 0: off. Requires the bpe
-    algorithm."""
+    """BPE-dropout (Provilkov et al., 2020): probability of dropping a merge (usually 0.1); 0: off.
+    Requires the bpe algorithm."""
     sampled_epochs: Few = 8
     """With sampling: number of copies of each training pair in the corpus, each in a newly drawn
     segmentation. An epoch contains all of them."""
@@ -398,7 +399,7 @@ class DecodingConfig(Section, prefix="decoding."):
     no_repeat_ngram: Count = 0
     """Block repeated n-grams of this size within a translation; 0: off."""
     suppress: tuple[str, ...] = ()
-    """Target tokens that are never generated, written as in the vocabulary (`▁` starts a word)."""
+    """Target tokens that are never generated, written as in the vocabulary (`▁` is a space)."""
     temperature: PositiveFloat = 1.0
     """sample: divide logits by this value. Values below 1 make likely tokens more likely."""
     top_k: Count = 0

@@ -11,7 +11,7 @@ from transformer_jax.storage.files import AnyPath
 _NAMES = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
 
 
-def read_object(path: AnyPath, **fields: Any) -> dict[str, Any]:
+def read_object(path: AnyPath, /, **fields: Any) -> dict[str, Any]:
     """Read a JSON file that contains an object. ``fields`` gives the types of required fields.
 
     Raises:
@@ -21,7 +21,7 @@ def read_object(path: AnyPath, **fields: Any) -> dict[str, Any]:
     return parse_object(path.read_bytes(), str(path), **fields)
 
 
-def parse_object(text: str | bytes, name: str, **fields: Any) -> dict[str, Any]:
+def parse_object(text: str | bytes, name: str, /, **fields: Any) -> dict[str, Any]:
     """Parse a JSON object as ``read_object`` does. ``name`` is the file or line in messages.
 
     Each field's type is a class, or a union such as ``int | None``; numbers are ``int | float``.

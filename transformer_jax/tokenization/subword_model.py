@@ -36,6 +36,8 @@ class SubwordModel:
         self._tokens = vocabulary or [piece.piece for piece in proto.pieces]
         self._ids = {token: i for i, token in enumerate(self._tokens)}
         self._sampler: SubwordSampler | None = None
+        # SentencePiece's ``decode`` removes the space added before a line, but not one after it.
+        self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
         symbols = symbols_of(proto)
         tag = _TAG.pattern if self._foreign else ""
         self._leading = re.compile(tag + (rf"(?:\s*(?:{any_of(symbols)}))*" if symbols else ""))
@@ -70,8 +72,9 @@ class SubwordModel:
             cut = [self._sampler.sample(text, generator) for text in texts]
         else:
             cut = self._processor.encode(texts, out_type=str, num_threads=1)
+        # A word such as </s> is not a special token.
         return [
-            self.ids([tag, *pieces] if tag else pieces)
+            [max(UNK_ID, token) for token in self.ids([tag, *pieces] if tag else pieces)]
             for tag, pieces in zip(tags, cut, strict=True)
         ]
 
@@ -81,11 +84,13 @@ class SubwordModel:
         text: str = self._processor.decode(self.tokens(shown) if self._foreign else shown)
         if self._foreign:  # tokens unknown to the model keep ▁ in place of a space
             text = text.replace("▁", " ").strip()
+        elif self._ends_words:
+            text = text.removesuffix(" ")
         # byte tokens can decode to a newline, but a line must stay one line
         return text.replace("\n", " ")
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Convert ids to tokens as SentencePiece spells them: ▁ (U+2581) starts a word."""
+        """Convert ids to tokens as SentencePiece spells them: ▁ (U+2581) is a space."""
         return [self._tokens[token] for token in ids]
 
     def ids(self, tokens: Iterable[str]) -> list[int]:
@@ -101,7 +106,7 @@ class SubwordModel:
             if token not in self._ids:
                 raise UserError(
                     f"{field} contains {token!r}; expected tokens in the target vocabulary ('▁' "
-                    "starts a word)."
+                    "is a space)."
                 )
         return self.ids(tokens)
 

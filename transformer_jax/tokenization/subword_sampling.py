@@ -1,20 +1,19 @@
 """Random segmentation for subword regularization: BPE-dropout with a reproducible seed.
 
 SentencePiece can also sample, but (as of 0.2.3) it salts each process's generator randomly, so a
-seed does not reproduce a segmentation. Here, pieces and scores come from SentencePiece, and random
-numbers from ``random.Random``. Words are segmented separately, because no piece in our models
-crosses a space.
+seed does not reproduce a segmentation. Its distribution also differs from the paper's: a dropped
+merge stays dropped until a neighbor changes. Here, pieces and scores come from SentencePiece,
+random numbers from ``random.Random``, and the distribution from Algorithm 1 in the paper.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import sentencepiece
@@ -22,7 +21,9 @@ from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError
 
-_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # starts with ▁, which stands for a space
+# Units that are segmented separately: words that start with ▁ (a space), words that end with ▁, or,
+# if tokens span several words, the whole line.
+_UNITS = "\u2581?[^\u2581]+|\u2581", "[^\u2581]*\u2581|[^\u2581]+", "(?s:.+)"
 _CACHED_WORDS = 2**15
 
 
@@ -43,19 +44,26 @@ def any_of(symbols: Iterable[str]) -> str:
 
 
 class SubwordSampler:
-    """BPE-dropout: each merge is dropped with probability ``dropout`` (Provilkov et al., 2020)."""
+    """BPE-dropout (Provilkov et al., 2020, Algorithm 1).
+
+    Before every merge, each possible merge is dropped with probability ``dropout``. The best of the
+    others is made. Segmentation ends when none is left.
+    """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, dropout: float) -> None:
         model = model_proto(processor.serialized_model_proto())
         trainer, pieces = model.trainer_spec, model.pieces
-        if trainer.model_type != trainer.BPE:
+        if trainer.model_type != trainer.BPE or any(p.type == p.UNUSED for p in pieces):
             raise UserError(
-                "tokenizer.sampling needs a BPE model; set tokenizer.sampling to 0 or "
-                "tokenizer.algorithm to bpe."
+                "tokenizer.sampling needs a BPE model without unused tokens; set "
+                "tokenizer.sampling to 0 or tokenizer.algorithm to bpe."
             )
         self._processor = processor
         self.dropout = dropout
-        self._scores = {p.piece: p.score for p in pieces if p.type == p.NORMAL}
+        self._ranks = {p.piece: -p.score for p in pieces if p.type == p.NORMAL}
+        self._unit = next(
+            unit for unit in map(re.compile, _UNITS) if all(map(unit.fullmatch, self._ranks))
+        )
         self._spells_bytes = any(p.type == p.BYTE for p in pieces)
         self._symbols = set(symbols_of(model))
         self._symbol = re.compile(f"({any_of(self._symbols)})") if self._symbols else None
@@ -69,7 +77,7 @@ class SubwordSampler:
             if part in self._symbols:
                 pieces.append(part)
             else:
-                for word in _WORD.findall(part):
+                for word in self._unit.findall(part):
                     pieces += self._draw(word, generator)
         return pieces
 
@@ -77,54 +85,43 @@ class SubwordSampler:
         # The number of merges before the first drop has a geometric distribution. Often no merge
         # in the word is dropped.
         first_drop = self._merges_before_drop(generator)
-        pieces, merges = self._merged(word)
-        return pieces if first_drop >= merges else self._merge(word, first_drop, generator)[0]
+        if first_drop >= len(word) - 1:
+            return self._merged(word)
+        return self._merge(word, first_drop, generator)
 
     def _merges_before_drop(self, generator: random.Random) -> int:
         return int(math.log(1.0 - generator.random()) / math.log1p(-self.dropout))
 
     def _merge(
         self, word: str, until_drop: float = math.inf, generator: random.Random | None = None
-    ) -> tuple[list[str], int]:
-        """Encode a word with BPE, best pair first. Returns the pieces and the number of merges.
+    ) -> list[str]:
+        """Encode a word with BPE, best pair first.
 
         After ``until_drop`` merges, drops one merge and draws a new ``until_drop`` from
-        ``generator``.
+        ``generator``. The dropped merge is possible again after the next merge.
         """
-        n = len(word)
-        end = list(range(1, n + 1))  # end of the part that begins at i
-        begin = list(range(-1, n))  # begin of the part that ends at i
-        agenda: list[tuple[float, int, int, int]] = []
-        merges = 0
-
-        def propose(left: int, middle: int, right: int) -> None:
-            score = self._scores.get(word[left:right])
-            if score is not None:
-                heapq.heappush(agenda, (-score, left, middle, right))
-
-        for i in range(n - 1):
-            propose(i, i + 1, i + 2)
-        while agenda:
-            _, left, middle, right = heapq.heappop(agenda)
-            if end[left] != middle or end[middle] != right:
-                continue  # one of the two parts was merged with another part
+        rank, never = self._ranks.get, math.inf
+        parts = list(word)
+        ranks = [rank(a + b, never) for a, b in pairwise(word)]
+        left = ranks  # after drops
+        while left and (best := min(left)) < never:
+            i = left.index(best)
             if until_drop == 0 and generator is not None:
                 until_drop = self._merges_before_drop(generator)
+                left = left.copy()
+                left[i] = never
                 continue
             until_drop -= 1
-            merges += 1
-            end[left], begin[right], end[middle] = right, left, 0
-            if left:
-                propose(begin[left], left, right)
-            if right < n:
-                propose(left, right, end[right])
-        parts = [word[start:stop] for start, stop in enumerate(end) if stop]
-        return self._spelled(parts), merges
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            near = slice(max(0, i - 1), i + 2)
+            ranks[near] = [rank(a + b, never) for a, b in pairwise(parts[near])]
+            left = ranks
+        return self._spelled(parts)
 
     def _spelled(self, parts: Iterable[str]) -> list[str]:
         """Convert parts of a word to pieces. Adjacent unknown parts become one piece, or bytes."""
         pieces: list[str] = []
-        for known, run in groupby(parts, self._scores.__contains__):
+        for known, run in groupby(parts, self._ranks.__contains__):
             if known:
                 pieces += run
             elif self._spells_bytes:

@@ -83,7 +83,8 @@ class Tokenizer:
         vocabulary = directory / _VOCABULARY
         try:
             tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
-        except ValueError as error:
+            "".join(tokens)  # raises TypeError unless they are strings
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{str(vocabulary)!r} is corrupt ({error}); restore it from a backup."
             ) from None
