@@ -49,8 +49,8 @@ def search_live(rows, sentences, wanted, *, seed):
     chance, length_of = random.Random(seed), rows.bucket.length_of
     waiting = chance.sample(range(len(sentences)), len(sentences))
     entries, left = {}, 0
-    while waiting or rows.busy:
-        rows.resize(max(len(rows.busy), chance.randint(1, CONFIG.batch_size)))
+    while waiting or rows.running:
+        rows.resize(max(len(rows.running), chance.randint(1, CONFIG.batch_size)))
         if waiting and chance.random() < 0.7:
             length = length_of(sentences[waiting[0]])
             same = [i for i in waiting if length_of(sentences[i]) == length]
@@ -59,8 +59,8 @@ def search_live(rows, sentences, wanted, *, seed):
                 waiting.remove(i)
                 entries[i] = Entry(sentences[i]._replace(wanted=wanted[i]))
             rows.turn([entries[i] for i in same], 0)
-        if rows.busy and left < 10 and chance.random() < 0.2:
-            gone = chance.choice(list(rows.busy.values()))
+        if rows.running and left < 10 and chance.random() < 0.2:
+            gone = chance.choice(list(rows.running.values()))
             [number] = [i for i, entry in entries.items() if entry is gone]
             waiting.append(number)
             gone.future.cancel()
@@ -125,7 +125,7 @@ def test_a_canceled_sentence_leaves_its_row():
     assert rows.num_idle == rows.bucket.rows - 1 and not entry.future.done()
     entry.future.cancel()
     rows.turn([], 1)
-    assert rows.num_idle == rows.bucket.rows and not rows.busy
+    assert rows.num_idle == rows.bucket.rows and not rows.running
     assert rows._rows.state.done_B.all()
 
 

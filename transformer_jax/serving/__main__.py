@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from transformer_jax import UserError, run_program
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from transformer_jax.serving.service import Service
 
 UVICORN: dict[str, Any] = {
-    "http": "h11",  # limits the size of request headers
-    "h11_max_incomplete_event_size": 2**16,
+    "http": "transformer_jax.serving.protocol:Protocol",
+    "h11_max_incomplete_event_size": 2**16,  # bytes of headers
     "headers": [
         ("X-Content-Type-Options", "nosniff"),
         ("X-Frame-Options", "DENY"),
@@ -56,7 +57,11 @@ def _serve(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with _listen(arguments) as listening:
-        app = App(_load(arguments, served), timeout=arguments.timeout)
+        address = ip_address(listening.getsockname()[0])
+        local = "localhost", "127.0.0.1", "[::1]", arguments.host
+        hosts = arguments.allowed_hosts or (local if address.is_loopback else ["*"])
+        service = _load(arguments, served)
+        app = App(service, timeout=arguments.timeout, allowed_hosts=hosts)
         config = uvicorn.Config(
             app.asgi(),
             timeout_graceful_shutdown=round(arguments.timeout) + 5,
