@@ -57,9 +57,7 @@ def _serve(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with _listen(arguments) as listening:
-        address = ip_address(listening.getsockname()[0])
-        local = "localhost", "127.0.0.1", "[::1]", arguments.host
-        hosts = arguments.allowed_hosts or (local if address.is_loopback else ["*"])
+        hosts = allowed_hosts(arguments, listening.getsockname()[0])
         service = _load(arguments, served)
         app = App(service, timeout=arguments.timeout, allowed_hosts=hosts)
         config = uvicorn.Config(
@@ -72,6 +70,12 @@ def _serve(argv: list[str]) -> None:
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         log.info("Listening on http://%s:%d; compiling ...", host, arguments.port)
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def allowed_hosts(arguments: Arguments, address: str) -> Sequence[str]:
+    """Return ``--allowed-hosts`` or its default for a server at this IP address."""
+    local = "localhost", "127.0.0.1", "[::1]", arguments.host
+    return arguments.allowed_hosts or (local if ip_address(address).is_loopback else ["*"])
 
 
 def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
