@@ -129,6 +129,28 @@ def test_a_canceled_sentence_leaves_its_row():
     assert rows._rows.state.done_B.all()
 
 
+@pytest.mark.parametrize("counter", ["numbers", "positions of idle rows"])
+def test_counters_do_not_overflow(counter):
+    """Numbers of sentences, and positions in rows that stay idle, are int32 on the device."""
+    engine = Engine(make_model(Vocabulary, seed=8), CONFIG)
+    rows = live_rows(engine)
+    expected = [[each.tokens for each in found] for found in engine.search(SENTENCES)]
+    for start in 2**31 - 10, 2**31 - 1:
+        if counter == "numbers":
+            rows.next_number = start
+        else:
+            rows.resize(CONFIG.batch_size)
+            state, cache = rows._rows.state, rows._rows.cache
+            late = np.full_like(state.position_B, start)
+            state = state._replace(position_B=late)
+            cache = dataclasses.replace(cache, position_B=late)
+            rows._rows = rows._rows._replace(state=state, cache=cache)
+        found = search_live(rows, SENTENCES, [1] * len(SENTENCES), seed=start)
+        assert [[each.tokens for each in hypotheses] for hypotheses in found] == expected
+        assert (np.asarray(rows._rows.cache.position_B) >= 0).all()
+        assert (np.asarray(rows._rows.state.position_B) >= 0).all()
+
+
 def test_nan_parameters_give_no_hypotheses():
     model = make_model(Vocabulary)
     model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
