@@ -86,9 +86,9 @@ class App:
         get("/health", self.health, responses={503: {"model": Status}})
         # A mount at / would answer GET /translate with 404 instead of 405.
         app.router.default = StaticFiles(directory=_PAGE)
-        ours, others = (UserError, SearchFailed), (TimeoutError, ClientDisconnect, HTTPException)
-        for failure in (*ours, *others, Exception):
+        for failure in UserError, SearchFailed, TimeoutError, HTTPException, Exception:
             app.add_exception_handler(failure, self._refuse)
+        app.add_exception_handler(ClientDisconnect, self._refuse)
         registry = self.service.registry
         measured = Instrumentator(should_group_status_codes=False, registry=registry)
         measured.instrument(app).expose(app, endpoint="/metrics")

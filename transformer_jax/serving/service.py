@@ -38,6 +38,7 @@ _HEADERS = {
 _LONGEST_ALIGNED, _MOST_ALIGNED = 256, 4096
 
 _Line = tuple[Request, list[Sentence]]
+_Task = asyncio.Task[list[Translation]]
 
 
 class Refused(HTTPException):
@@ -127,11 +128,11 @@ class Service:
             pairs = [pair for pair in pairs if folded(pair.source) == source]
         if len(pairs) == 1:
             return pairs[0]
-        given = f"source is {short_repr(query.source)} and target is {short_repr(query.target)}"
-        known = ", ".join(map(str, self.models))
-        if pairs:
-            raise UserError(f"{given}; expected a source language because several match: {known}.")
-        raise UserError(f"{given}; expected one of {known}.")
+        expected = "a source language because several match:" if pairs else "one of"
+        raise UserError(
+            f"source is {short_repr(query.source)} and target is {short_repr(query.target)}; "
+            f"expected {expected} {', '.join(map(str, self.models))}."
+        )
 
     async def begin(self, query: Query) -> Answering:
         """Check a query, split its texts into sentences and start translating them.
@@ -167,10 +168,16 @@ class Service:
             )
         turns = model.new_turns()  # keeps one request from taking all rows
         attention = query.attention and _num_tokens(segments) <= _MOST_ALIGNED
-        tasks = [
-            (its_cut, [self._start(pair, turns, attention, *line) for line in lines])
-            for its_cut, lines in texts
-        ]
+        tasks = []
+        for its_cut, lines in texts:
+            tasks.append((its_cut, list[_Task]()))
+            for line, its in lines:
+                aligned = attention and _num_tokens(its) <= _LONGEST_ALIGNED
+                work = model.translate(line, alignments=aligned, turns=turns, segments=its)
+                task = asyncio.create_task(work)
+                task.add_done_callback(partial(self._release, pair, len(its)))
+                self.num_accepted += len(its)
+                tasks[-1][1].append(task)
         return Answering(query, pair, tasks)
 
     def _prepare(self, query: Query, pair: Pair) -> list[tuple[Cut, list[_Line]]]:
@@ -191,24 +198,8 @@ class Service:
             texts.append((its_cut, lines))
         return texts
 
-    def _start(
-        self,
-        pair: Pair,
-        turns: asyncio.Semaphore,
-        attention: bool,
-        request: Request,
-        segments: list[Sentence],
-    ) -> asyncio.Task[list[Translation]]:
-        """Start translating a sentence. Its segments count as accepted until the task ends."""
-        attention = attention and _num_tokens(segments) <= _LONGEST_ALIGNED
-        model = self.models[pair]
-        work = model.translate(request, alignments=attention, turns=turns, segments=segments)
-        task = asyncio.create_task(work)
-        task.add_done_callback(partial(self._release, pair, len(segments)))
-        self.num_accepted += len(segments)
-        return task
-
-    def _release(self, pair: Pair, count: int, task: asyncio.Task[list[Translation]]) -> None:
+    def _release(self, pair: Pair, count: int, task: _Task) -> None:
+        """End the work on a sentence, whose segments count as accepted until then."""
         self.num_accepted -= count
         if not task.cancelled() and not task.exception():
             self._num_sentences.labels(pair).inc()
@@ -245,7 +236,7 @@ class Answering:
 
     query: Query
     pair: Pair
-    texts: Sequence[tuple[Cut, Sequence[asyncio.Task[list[Translation]]]]]
+    texts: Sequence[tuple[Cut, Sequence[_Task]]]
     """Each split text with one task per sentence."""
 
     async def whole(self) -> Answer:
