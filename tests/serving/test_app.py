@@ -269,10 +269,12 @@ def test_security_headers_and_content_security_policy(server: Server) -> None:
         headers = server.request("GET", path).headers
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["X-Frame-Options"] == "DENY"
-    page = server.request("GET", "/").body.decode()
-    [policy] = re.findall(r'Content-Security-Policy" content="(.*?)"', page)
-    assert policy.startswith("default-src 'none'") and "http" not in policy
-    assert "unsafe" not in policy and page.index(policy) < page.index("<script")
+    for path in "/", "/docs":
+        page = server.request("GET", path).body.decode()
+        [policy] = re.findall(r'Content-Security-Policy"\s+content="(.*?)"', page)
+        assert policy.startswith("default-src 'none'") and "http" not in policy
+        assert "unsafe" not in policy and page.index(policy) < page.index("<script")
+        assert "<script>" not in page
 
 
 def test_paths_and_methods(server: Server) -> None:

@@ -135,7 +135,7 @@ def test_counters_do_not_overflow(counter):
     engine = Engine(make_model(Vocabulary, seed=8), CONFIG)
     rows = live_rows(engine)
     expected = [[each.tokens for each in found] for found in engine.search(SENTENCES)]
-    for start in 2**31 - 10, 2**31 - 1:
+    for start in 2**31 - 5, 2**31 - 2:
         if counter == "numbers":
             rows.next_number = start
         else:
@@ -145,10 +145,11 @@ def test_counters_do_not_overflow(counter):
             state = state._replace(position_B=late)
             cache = dataclasses.replace(cache, position_B=late)
             rows._rows = rows._rows._replace(state=state, cache=cache)
+        rows.turn([Entry(SENTENCES[0])], 9)  # in one row; the others stay idle
+        for counted in rows._rows.state, rows._rows.cache:
+            assert (np.asarray(counted.position_B) >= 0).all()
         found = search_live(rows, SENTENCES, [1] * len(SENTENCES), seed=start)
         assert [[each.tokens for each in hypotheses] for hypotheses in found] == expected
-        assert (np.asarray(rows._rows.cache.position_B) >= 0).all()
-        assert (np.asarray(rows._rows.state.position_B) >= 0).all()
 
 
 def test_nan_parameters_give_no_hypotheses():
