@@ -57,10 +57,7 @@ def test_languages_have_neutral_codes_by_default(workdir) -> None:
         ("zh-Hans-en", Pair("zh-Hans", "en")),
         ("zh-Hans-TW-es-419", Pair("zh-Hans-TW", "es-419")),
         ("pt_br-zh_Hant", Pair("pt_br", "zh_Hant")),
-        *(
-            (wrong, None)
-            for wrong in ("en", "en-", "-de", "en-pt-br", "en-de-fr", "EN-de", "en--de")
-        ),
+        *((wrong, None) for wrong in ("en", "en-", "en-pt-br", "en-de-fr", "EN-de", "en--de")),
     ],
 )
 def test_languages_have_codes_with_hyphens(workdir, flag, pair) -> None:
@@ -71,6 +68,12 @@ def test_languages_have_codes_with_hyphens(workdir, flag, pair) -> None:
     else:
         with pytest.raises(UserError, match="expected pairs of codes, such as en-de or en-pt-BR"):
             checked_flags(flags)
+
+
+def test_allowed_hosts_are_a_list(workdir) -> None:
+    flags = ["--workdir", str(workdir), "--allowed-hosts", "a.example", "*.b.example"]
+    arguments, _ = checked_flags(flags)
+    assert program.allowed_hosts(arguments, "127.0.0.1") == ("a.example", "*.b.example")
 
 
 def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
