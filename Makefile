@@ -57,13 +57,13 @@ lint: $(VENV)/.installed  ## ruff: style and formatting
 types: $(VENV)/.installed  ## mypy
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.installed-compare  ## every test; also installs PyTorch and CTranslate2 to compare with
+unit: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## every test; also installs PyTorch and CTranslate2 to compare with
 	$(PYTEST)
 
 trunk: $(VENV)/.installed-compare  ## the tests of settings, data, model, training and decoding
 	$(PYTEST) $(BRANCHES:%=--ignore=%)
 
-branches: $(VENV)/.installed-compare  ## the other tests
+branches: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## the other tests
 	$(PYTEST) $(BRANCHES)
 
 docs: $(VENV)/.installed-docs  ## the documentation site, in build/site
@@ -90,6 +90,13 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 $(VENV)/.installed-compare $(VENV)/.installed-docs: $(VENV)/.installed-%: requirements-%.txt $(VENV)/.installed
 	$(PIP) -r requirements-$*.txt
 	@touch $@
+
+# Two clients of the service, in $(VENV)/node_modules. Their test is skipped where npm cannot install
+# them.
+$(VENV)/.installed-npm: tests/serving/package.json $(VENV)/.installed
+	cp $< $(VENV)
+	npm install --prefix $(VENV) --no-package-lock --ignore-scripts --no-audit --no-fund \
+		--loglevel error && touch $@ || echo 'No npm clients: their test will be skipped.'
 
 $(VENV)/.installed-cuda $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(VENV)/.installed
 	$(PIP) -e '.[$*]'

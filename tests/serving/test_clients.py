@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import LINES, Server
+from servers import LINES, Server, make_model_to_serve
+
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.schema import Query
+from transformer_jax.serving.service import Service
 
 # FUZZ=600 runs more examples.
 FUZZ = settings(
@@ -81,4 +92,93 @@ def test_libretranslatepy_works_unchanged(server: Server) -> None:
     assert [client.translate(line, "en", "de") for line in LINES[:5]] == (
         server.translator.translate(LINES[:5])
     )
-    assert client.languages() == [{"code": "en", "name": "en", "targets": ["de"]}]
+    assert client.languages()[0] == {"code": "en", "name": "en", "targets": ["de"]}
+    with pytest.raises(HTTPError, match="400"):
+        client.translate("one", "en", "fr")
+
+
+NPM_CLIENTS = """
+import libre from "libretranslate";  // its languages must include source and target
+import translate from "translate";
+
+const [url, ...lines] = process.argv.slice(1);
+Object.assign(translate, { engine: "libre", url: `${url}/translate`, from: "en", to: "de" });
+const found = { translate: [], libretranslate: [], error: "" };
+for (const line of lines) {
+  found.translate.push(await translate(line));
+  const query = { query: line, source: "en", target: "de", apiurl: url, apiKey: "any" };
+  found.libretranslate.push(await libre.translate(query));
+}
+await translate("one", "fr").catch((error) => (found.error = error.message));
+console.log(JSON.stringify(found));
+"""
+
+
+def test_npm_clients_work_unchanged(server: Server) -> None:
+    node, folder = shutil.which("node"), Path(sys.prefix)
+    if node is None or not (folder / "node_modules" / "libretranslate").is_dir():
+        pytest.skip("needs node, and clients that `make test` installs with npm")
+    command = [node, "--input-type=module", "--eval", NPM_CLIENTS, "--", server.url, *LINES[:5]]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    expected = server.translator.translate(LINES[:5])
+    assert found["translate"] == found["libretranslate"] == expected
+    assert "target is 'fr'; expected one of en-de" in found["error"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in Query.model_fields if name not in ("q", "target")),
+        {"format": ""},
+        {"source": ""},
+        *({"api_key": key} for key in (7, 0.5, True, ["x"], {"x": "y"}, "")),
+        {"apiKey": "any"},
+        {"target": "DE", "source": "EN"},
+    ],
+    ids=str,
+)
+def test_what_libretranslate_accepts_is_accepted(server: Server, fields: dict[str, Any]) -> None:
+    expected = server.ask(q=LINES[7]).json["translatedText"]
+    assert server.ask(q=LINES[7], **fields).json["translatedText"] == expected
+    if all(isinstance(value, str) for value in fields.values()):
+        assert server.ask_form(q=LINES[7], **fields).json["translatedText"] == expected
+
+
+def test_each_text_has_a_detected_language(server: Server) -> None:
+    detected = {"language": "en", "confidence": 100}
+    for q, expected in (("one", detected), (["one"], [detected]), (["", "b"], [detected] * 2)):
+        assert server.ask(q=q, source="auto").json["detectedLanguage"] == expected
+    assert "detectedLanguage" not in server.ask(q="one").json
+
+
+@pytest.mark.parametrize("path", ["/", "/translate/", "/detect", "/suggest", "/translate_file"])
+def test_unsupported_requests_get_a_json_error(server: Server, path: str) -> None:
+    reply = server.request("POST", path, b"q=one", content_type="application/x-www-form-urlencoded")
+    assert reply.status in (404, 405) and reply.json["error"]
+
+
+def test_language_codes_match_in_any_case(translator: Translator) -> None:
+    pairs = [Pair("zh-Hans", "pt-BR"), Pair("en", "pt_PT"), Pair("en", "de")]
+    model = make_model_to_serve(translator)
+    service = Service(dict.fromkeys(pairs, model), max_queue=4, max_characters=2000)
+
+    def found(source: str, target: str) -> Pair:
+        return service.find(Query(q="", source=source, target=target))
+
+    for source, target in (("zh-Hans", "pt-BR"), ("ZH-hans", "pt_br"), ("Auto", "PT-BR")):
+        assert found(source, target) == pairs[0]
+    assert found("EN", "pt-pt") == pairs[1] and found("auto", "DE") == pairs[2]
+    with pytest.raises(UserError, match="expected one of zh-Hans-pt-BR, en-pt_PT, en-de"):
+        found("zh", "pt")
+
+
+def test_punctuation_is_copied_unless_the_text_is_not_split(server: Server) -> None:
+    """``decode.py`` translates it."""
+    for text in "...", "***\n\n---", "?!":
+        assert server.ask(q=text).json["translatedText"] == text
+        [expected] = server.translator.translate([text])
+        alone = server.ask(q=text.partition("\n")[0], split=False).json["translatedText"]
+        assert alone == server.translator.translate([text.partition("\n")[0]])[0]
+        assert expected != text

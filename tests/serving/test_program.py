@@ -49,6 +49,33 @@ def test_languages_have_neutral_codes_by_default(workdir) -> None:
     assert served.pair == Pair("en", "pt_BR")
 
 
+@pytest.mark.parametrize(
+    ("flag", "pair"),
+    [
+        ("en-de", Pair("en", "de")),
+        ("en-pt-BR", Pair("en", "pt-BR")),
+        ("zh-Hans-en", Pair("zh-Hans", "en")),
+        ("zh-Hans-TW-es-419", Pair("zh-Hans-TW", "es-419")),
+        ("pt_br-zh_Hant", Pair("pt_br", "zh_Hant")),
+        *((wrong, None) for wrong in ("en", "en-", "en-pt-br", "en-de-fr", "EN-de", "en--de")),
+    ],
+)
+def test_languages_have_codes_with_hyphens(workdir, flag, pair) -> None:
+    flags = ["--workdir", str(workdir), "--languages", flag]
+    if pair:
+        _, [served] = checked_flags(flags)
+        assert served.pair == pair and str(served.pair) == flag
+    else:
+        with pytest.raises(UserError, match="expected pairs of codes, such as en-de or en-pt-BR"):
+            checked_flags(flags)
+
+
+def test_allowed_hosts_are_a_list(workdir) -> None:
+    flags = ["--workdir", str(workdir), "--allowed-hosts", "a.example", "*.b.example"]
+    arguments, _ = checked_flags(flags)
+    assert program.allowed_hosts(arguments, "127.0.0.1") == ("a.example", "*.b.example")
+
+
 def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
     other = only_config(workdir, tmp_path / "other")
     text = json.loads((other / "config.json").read_text())
@@ -71,6 +98,7 @@ def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
             ["--workdir", "W", "W", "--languages", "en-de", "en-de"],
             "both translate en-de; expected one model per language pair",
         ),
+        (["--workdir", "W", "W", "--languages", "en-pt-BR", "en-pt_br"], "both translate en-pt_br"),
         (["--workdir", "W", "--workdir", "W"], "--languages has 1 pair(s) for 2 work directories"),
         (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pair(s) for 1 work directories"),
         (["--workdir", "W", "--languages", "English-German"], "has 'English-German'; expected"),

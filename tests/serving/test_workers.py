@@ -50,8 +50,8 @@ def search_live(rows, sentences, wanted, *, seed):
     chance, length_of = random.Random(seed), rows.bucket.length_of
     waiting = chance.sample(range(len(sentences)), len(sentences))
     entries, left = {}, 0
-    while waiting or rows.busy:
-        rows.resize(max(len(rows.busy), chance.randint(1, CONFIG.batch_size)))
+    while waiting or rows.running:
+        rows.resize(max(len(rows.running), chance.randint(1, CONFIG.batch_size)))
         if waiting and chance.random() < 0.7:
             length = length_of(sentences[waiting[0]])
             same = [i for i in waiting if length_of(sentences[i]) == length]
@@ -60,8 +60,8 @@ def search_live(rows, sentences, wanted, *, seed):
                 waiting.remove(i)
                 entries[i] = Entry(sentences[i]._replace(wanted=wanted[i]))
             rows.turn([entries[i] for i in same], 0)
-        if rows.busy and left < 10 and chance.random() < 0.2:
-            gone = chance.choice(list(rows.busy.values()))
+        if rows.running and left < 10 and chance.random() < 0.2:
+            gone = chance.choice(list(rows.running.values()))
             [number] = [i for i, entry in entries.items() if entry is gone]
             waiting.append(number)
             gone.future.cancel()
@@ -126,8 +126,31 @@ def test_a_canceled_sentence_leaves_its_row():
     assert rows.num_idle == rows.bucket.rows - 1 and not entry.future.done()
     entry.future.cancel()
     rows.turn([], 1)
-    assert rows.num_idle == rows.bucket.rows and not rows.busy
+    assert rows.num_idle == rows.bucket.rows and not rows.running
     assert rows._rows.state.done_B.all()
+
+
+@pytest.mark.parametrize("counter", ["numbers", "positions of idle rows"])
+def test_counters_do_not_overflow(counter):
+    """Numbers of sentences, and positions in rows that stay idle, are int32 on the device."""
+    engine = Engine(make_model(Vocabulary, seed=8), CONFIG)
+    rows = live_rows(engine)
+    expected = [[each.tokens for each in found] for found in engine.search(SENTENCES)]
+    for start in 2**31 - 5, 2**31 - 2:
+        if counter == "numbers":
+            rows.next_number = start
+        else:
+            rows.resize(CONFIG.batch_size)
+            state, cache = rows._rows.state, rows._rows.cache
+            late = np.full_like(state.position_B, start)
+            state = state._replace(position_B=late)
+            cache = dataclasses.replace(cache, position_B=late)
+            rows._rows = rows._rows._replace(state=state, cache=cache)
+        rows.turn([Entry(SENTENCES[0])], 9)  # in one row; the others stay idle
+        for counted in rows._rows.state, rows._rows.cache:
+            assert (np.asarray(counted.position_B) >= 0).all()
+        found = search_live(rows, SENTENCES, [1] * len(SENTENCES), seed=start)
+        assert [[each.tokens for each in hypotheses] for hypotheses in found] == expected
 
 
 def test_nan_parameters_give_no_hypotheses():

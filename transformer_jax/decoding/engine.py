@@ -276,6 +276,10 @@ class Engine:
         is_freed_B: Any = np.isin(rows.number_B, numbers)
         return rows._replace(state=rows.state._replace(done_B=rows.state.done_B | is_freed_B))
 
+    def unnumbered(self, rows: Rows) -> Rows:
+        """Take the numbers off the rows whose sentences are done."""
+        return rows._replace(number_B=jnp.where(rows.state.done_B, EMPTY, rows.number_B))
+
     @staticmethod
     def hypotheses(found: Found, numbers: Container[int]) -> dict[int, list[Hypothesis]]:
         """Return the hypotheses of the sentences in ``found`` that are among ``numbers``, best

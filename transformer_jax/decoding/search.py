@@ -275,7 +275,7 @@ def take_step(
     scores_BN = jnp.where(invalid_B[:, None], _INVALID, new.finished.scores_BN)
     length_B = state.position_B + 1
     new = new._replace(
-        position_B=length_B,
+        position_B=jnp.minimum(length_B, state.limit_B),  # idle rows never overflow
         finished=new.finished._replace(scores_BN=scores_BN),
         done_B=state.done_B | new.done_B | (length_B >= state.limit_B) | invalid_B,
     )

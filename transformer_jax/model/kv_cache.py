@@ -134,7 +134,7 @@ class DecoderCache:
                 for layer in layers
             ),
             ancestors_BWT=jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT),
-            position_B=self.position_B + 1,
+            position_B=jnp.minimum(self.position_B + 1, T),  # idle rows never overflow
         )
 
 

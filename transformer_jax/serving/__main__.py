@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from transformer_jax import UserError, run_program
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from transformer_jax.serving.service import Service
 
 UVICORN: dict[str, Any] = {
-    "http": "h11",  # limits the size of request headers
-    "h11_max_incomplete_event_size": 2**16,
+    "http": "transformer_jax.serving.protocol:Protocol",
+    "h11_max_incomplete_event_size": 2**16,  # bytes of headers
     "headers": [
         ("X-Content-Type-Options", "nosniff"),
         ("X-Frame-Options", "DENY"),
@@ -56,7 +57,9 @@ def _serve(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with _listen(arguments) as listening:
-        app = App(_load(arguments, served), timeout=arguments.timeout)
+        hosts = allowed_hosts(arguments, listening.getsockname()[0])
+        service = _load(arguments, served)
+        app = App(service, timeout=arguments.timeout, allowed_hosts=hosts)
         config = uvicorn.Config(
             app.asgi(),
             timeout_graceful_shutdown=round(arguments.timeout) + 5,
@@ -67,6 +70,12 @@ def _serve(argv: list[str]) -> None:
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         log.info("Listening on http://%s:%d; compiling ...", host, arguments.port)
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def allowed_hosts(arguments: Arguments, address: str) -> Sequence[str]:
+    """Return ``--allowed-hosts`` or its default for a server at this IP address."""
+    local = "localhost", "127.0.0.1", "[::1]", arguments.host
+    return arguments.allowed_hosts or (local if ip_address(address).is_loopback else ["*"])
 
 
 def _load(arguments: Arguments, served: Sequence[Served]) -> Service:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_fastapi_instrumentator import Instrumentator
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from transformer_jax import SearchFailed, UserError
 from transformer_jax.serving.schema import (
@@ -39,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
 _STATUSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 403, 413, 415, 503)
+    status: {"model": Error} for status in (400, 403, 413, 415, 431, 503)
 }
+# uvicorn drops the body of a response to HEAD.
+_METHODS = {"GET": "GET", "HEAD": "GET", "POST": "POST"}
 _BYTES_A_CHARACTER = 12  # at most: \ud83d\ude00 in JSON, %F0%9F%98%80 in a form
 _BYTES_BESIDES = 10_000
 
@@ -48,9 +52,11 @@ _BYTES_BESIDES = 10_000
 class App:
     """The HTTP endpoints of a service."""
 
-    def __init__(self, service: Service, *, timeout: float):
-        """``timeout`` is the maximum number of seconds from a request's start to its response."""
-        self.service, self.timeout = service, timeout
+    def __init__(self, service: Service, *, timeout: float, allowed_hosts: Sequence[str] = ("*",)):
+        """``timeout`` is the maximum number of seconds from a request's start to its response.
+        ``allowed_hosts`` are names for ``TrustedHostMiddleware``.
+        """
+        self.service, self.timeout, self.allowed_hosts = service, timeout, allowed_hosts
 
     def asgi(self) -> FastAPI:
         """Build the ASGI application, for a server such as uvicorn."""
@@ -63,11 +69,15 @@ class App:
 
         app = FastAPIOffline(
             title="transformer_jax",
+            docs_url=None,  # page/docs.html, which has a content security policy
             redoc_url=None,
             redirect_slashes=False,  # redirects would trust the client's Host header
             lifespan=lifespan,
             description=__doc__ or "",
         )
+        for path, name in ("/", "index.html"), ("/docs", "docs.html"):
+            page: Any = FileResponse(_PAGE / name)
+            app.add_route(path, page, ["GET"])
         get = partial(app.add_api_route, response_model_exclude_none=True)
         post = partial(get, methods=["POST"], responses=_STATUSES, openapi_extra=request_body())
         post("/translate", self.translate, response_model=Answer)
@@ -75,19 +85,24 @@ class App:
         get("/languages", self.languages)
         get("/health", self.health, responses={503: {"model": Status}})
         # A mount at / would answer GET /translate with 404 instead of 405.
-        app.router.default = StaticFiles(directory=_PAGE, html=True)
-        ours, others = (UserError, SearchFailed), (TimeoutError, ClientDisconnect, HTTPException)
-        for failure in (*ours, *others, Exception):
+        app.router.default = StaticFiles(directory=_PAGE)
+        for failure in UserError, SearchFailed, TimeoutError, HTTPException, Exception:
             app.add_exception_handler(failure, self._refuse)
+        app.add_exception_handler(ClientDisconnect, self._refuse)
         registry = self.service.registry
         measured = Instrumentator(should_group_status_codes=False, registry=registry)
         measured.instrument(app).expose(app, endpoint="/metrics")
+        app.add_middleware(partial(partial, _with_known_method))
+        # Added last, runs first. A site whose name resolves to this server (DNS rebinding) sends
+        # its own name.
+        hosts = self.allowed_hosts
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
         return app
 
     async def translate(self, request: Request) -> Answer | Response:
         """Translate one or more texts. Extends LibreTranslate's API."""
         async with asyncio.timeout(self.timeout):
-            answering = self.service.begin(await self._query(request))
+            answering = await self.service.begin(await self._query(request))
             answer = await _unless_gone(request, answering.whole())
         return answer or Response(status_code=499)  # the client disconnected
 
@@ -95,23 +110,25 @@ class App:
         """Translate one text and stream the result: a `sentence` event as each sentence finishes,
         then `done` with the response of /translate. A failure sends an `error` event.
         """
-        async with asyncio.timeout(self.timeout):
+        end = asyncio.get_running_loop().time() + self.timeout
+        async with asyncio.timeout_at(end):
             query = await self._query(request)
-        if not isinstance(query.q, str):
-            raise UserError(
-                "q is a list; expected a single string. Use /translate to translate a list."
-            )
+            if not isinstance(query.q, str):
+                raise UserError(
+                    "q is a list; expected a single string. Use /translate to translate a list."
+                )
+            answering = await self.service.begin(query)
         return StreamingResponse(
-            self._events(self.service.begin(query)),
+            self._events(answering, end),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
 
     async def languages(self) -> list[Language]:
-        """List source languages, each with its target languages."""
-        targets: dict[str, list[str]] = {}
-        for pair in self.service.models:
-            targets.setdefault(pair.source, []).append(pair.target)
+        """List all languages, each with its target languages."""
+        targets = {code: list[str]() for pair in self.service.models for code in pair}
+        for source, target in self.service.models:
+            targets[source].append(target)
         return [Language(code=code, name=code, targets=into) for code, into in targets.items()]
 
     async def health(self, response: Response) -> Status:
@@ -164,8 +181,7 @@ class App:
                 raise Refused(413, said, limit=limit)
         return bytes(body)
 
-    async def _events(self, answering: Answering) -> AsyncIterator[str]:
-        end = asyncio.get_running_loop().time() + self.timeout
+    async def _events(self, answering: Answering, end: float) -> AsyncIterator[str]:
         kind = "sentence"
         try:
             async with aclosing(answering.by_sentence()) as coming:
@@ -202,6 +218,13 @@ class App:
         content = refused.told.model_dump_json(exclude_none=True)
         headers = getattr(error, "headers", refused.headers)  # 405 lists allowed methods
         return Response(content, refused.status_code, headers, "application/json")
+
+
+async def _with_known_method(app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run ``app`` with a method in ``_METHODS``, so that clients cannot add labels to metrics."""
+    if scope["type"] == "http":
+        scope = {**scope, "method": _METHODS.get(scope["method"], "OTHER")}
+    await app(scope, receive, send)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:

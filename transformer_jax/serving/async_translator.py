@@ -7,7 +7,6 @@ finished sentences.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ logger = logging.getLogger(__name__)
 # Decoding steps between checks for new sentences, and of one row, whose steps are short.
 _STEPS, _STEPS_OF_ONE = 8, 32
 _ALIGNED_TOGETHER = 4
+_MAX_NUMBER = 2**30  # of a block's first sentence; numbers are int32 on the device
 
 
 class SearchFailed(Exception):
@@ -62,7 +62,7 @@ class LiveRows:
 
     Attributes:
       bucket: the engine's bucket with the current number of rows.
-      busy: sentences that occupy rows, keyed by sentence number.
+      running: sentences that occupy rows, keyed by sentence number.
     """
 
     def __init__(self, engine: Engine, bucket: Bucket):
@@ -72,14 +72,14 @@ class LiveRows:
         counts = {max(1, bucket.rows // factor**i) for i in range(8)}
         self._sizes = [bucket._replace(rows=count) for count in sorted(counts)]
         self.bucket, self._rows = self._sizes[0], engine.new_rows(self._sizes[0])
-        self.busy: dict[int, Entry] = {}
-        self._numbers = itertools.count()
-        self._nobody = dict[Bucket, Any]()
+        self.running: dict[int, Entry] = {}
+        self.next_number = 0
+        self._empty_blocks = dict[Bucket, Any]()
 
     @property
     def num_idle(self) -> int:
         """Number of rows without a sentence."""
-        return self.bucket.rows - len(self.busy)
+        return self.bucket.rows - len(self.running)
 
     def compile(self) -> None:
         """Compile every function that the search uses."""
@@ -87,7 +87,7 @@ class LiveRows:
             list(together.map(self._compile, self._sizes))
 
     def _compile(self, bucket: Bucket) -> None:
-        engine, self._nobody[bucket] = self._engine, self._engine.encode(bucket, {})
+        engine, self._empty_blocks[bucket] = self._engine, self._engine.encode(bucket, {})
         rows = engine.new_rows(bucket)
         for length in bucket.lengths:
             block = engine.encode(bucket, {0: Sentence([0] * (length - 1))})
@@ -114,24 +114,28 @@ class LiveRows:
         Resolves the futures of finished sentences (with an empty list if logits were NaN). Frees
         the rows of canceled futures.
         """
-        entered = dict(zip(self._numbers, entries, strict=False))
-        self.busy |= entered
-        block = self._nobody[self.bucket]
-        if entered:
-            sentences = {number: entry.sentence for number, entry in entered.items()}
+        if self.next_number > _MAX_NUMBER:
+            # Finished sentences keep their numbers in their rows.
+            self.next_number, self._rows = 0, self._engine.unnumbered(self._rows)
+        admitted = dict(enumerate(entries, self.next_number))
+        self.next_number += len(entries)
+        self.running |= admitted
+        block = self._empty_blocks[self.bucket]
+        if admitted:
+            sentences = {number: entry.sentence for number, entry in admitted.items()}
             block = self._engine.encode(self.bucket, sentences)
         limits = {"max_steps": max_steps, "stop_after": max(1, self.bucket.rows // 4)}
         rows, evicted = self._engine.admit_and_decode(self.bucket, self._rows, block, **limits)
-        self._answer(evicted)
-        self._answer(self._engine.results(rows))
-        gone = [number for number, entry in self.busy.items() if entry.future.cancelled()]
+        self._finish(evicted)
+        self._finish(self._engine.results(rows))
+        gone = [number for number, entry in self.running.items() if entry.future.cancelled()]
         self._rows = self._engine.freed(rows, gone) if gone else rows
         for number in gone:
-            del self.busy[number]
+            del self.running[number]
 
-    def _answer(self, found: Any) -> None:
-        for number, hypotheses in self._engine.hypotheses(found, self.busy).items():
-            entry = self.busy.pop(number)
+    def _finish(self, found: Any) -> None:
+        for number, hypotheses in self._engine.hypotheses(found, self.running).items():
+            entry = self.running.pop(number)
             with suppress(InvalidStateError):  # canceled
                 entry.future.set_result(hypotheses[: entry.sentence.wanted])
 
@@ -139,7 +143,19 @@ class LiveRows:
 class Workers:
     """Search threads for one model. Sentences can be submitted at any time, from any thread.
 
-    A sentence gets the next idle row on any device. Canceling its future frees the row.
+    The states of a sentence::
+
+        submit           _admit              LiveRows.turn
+        ------> WAITING --------> RUNNING ------------------> FINISHED
+                in _waiting,      in a row of one device,     future has hypotheses
+                oldest first      in LiveRows.running         or an error
+                   |                 |                           ^
+                   +---- cancel -----+--------> dropped          |
+                   |                 |                           |
+                   +-- stop, error --+---------------------------+
+
+    A running sentence keeps its row and its device until it finishes. Its result is read at the end
+    of the turn, or when the next sentence evicts it from its row.
 
     Attributes:
       failure: the error that stopped the search, if any; unfinished and later futures raise it.
@@ -209,7 +225,7 @@ class Workers:
     @property
     def num_busy(self) -> int:
         """Number of occupied rows."""
-        return sum(len(rows.busy) for rows in chain(*self._searches))
+        return sum(len(rows.running) for rows in chain(*self._searches))
 
     @property
     def num_rows(self) -> int:
@@ -217,29 +233,35 @@ class Workers:
         return len(self._searches) * sum(bucket.rows for bucket in self._waiting)
 
     def _work(self, searches: list[LiveRows]) -> None:
+        """Run one device's thread: turns of its searches, one per bucket, until ``stop``."""
         try:
-            while self.failure is None:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self.failure or self.num_waiting or any(x.busy for x in searches)
-                    )
+            while self._wait_for_work(searches):
                 alike = zip(searches, zip(*self._searches), self._waiting.values(), strict=True)
-                work = [each for each in alike if each[2] or each[0].busy]
-                for rows, every, waiting in work:
+                work = [each for each in alike if each[2] or each[0].running]
+                for rows, on_devices, waiting in work:
                     # As few rows as hold this device's share of the sentences.
-                    num_sentences = len(waiting) + sum(len(each.busy) for each in every)
-                    rows.resize(max(len(rows.busy), -(-num_sentences // len(every))))
-                    block = self._next_block(rows, waiting, may_step=len(work) == 1)
-                    most = max(_STEPS, _STEPS_OF_ONE // rows.bucket.rows)
-                    rows.turn(block, 0 if block and waiting else most)
+                    num_sentences = len(waiting) + sum(len(each.running) for each in on_devices)
+                    share = -(-num_sentences // len(on_devices))
+                    rows.resize(max(len(rows.running), share))
+                    block = self._admit(rows, waiting, may_evict=len(work) == 1)
+                    num_steps = max(_STEPS, _STEPS_OF_ONE // rows.bucket.rows)
+                    rows.turn(block, 0 if block and waiting else num_steps)
         except Exception as error:
             logger.exception("The search failed and must be restarted.")
             self.stop(str(error))
 
-    def _next_block(self, rows: LiveRows, waiting: list[Entry], *, may_step: bool) -> list[Entry]:
+    def _wait_for_work(self, searches: list[LiveRows]) -> bool:
+        """Wait for a waiting or running sentence. Returns False after ``stop``."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.failure or self.num_waiting or any(x.running for x in searches)
+            )
+        return self.failure is None
+
+    def _admit(self, rows: LiveRows, waiting: list[Entry], *, may_evict: bool) -> list[Entry]:
         """Take the oldest waiting sentence and others of its padded length, at most one per idle
-        row. If all rows are in use and no other bucket has work, a full block may need more rows
-        than are idle, because ``turn`` then frees rows.
+        row. If all rows are in use and no other bucket has work (``may_evict``), a full block may
+        need more rows than are idle, because ``turn`` decodes until it can evict enough sentences.
         """
         with self._changed:
             waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
@@ -248,7 +270,7 @@ class Workers:
             size, length_of = rows.bucket.block_size, rows.bucket.length_of
             length = length_of(waiting[0].sentence)
             block = [entry for entry in waiting if length_of(entry.sentence) == length][:size]
-            if len(block) < size or not (may_step and rows.bucket in self._waiting):
+            if len(block) < size or not (may_evict and rows.bucket in self._waiting):
                 del block[rows.num_idle :]
             for entry in block:
                 waiting.remove(entry)
@@ -312,13 +334,14 @@ class AsyncTranslator:
         num_hypotheses: int = 1,
         alignments: bool = False,
         turns: asyncio.Semaphore | None = None,
+        segments: Sequence[Sentence] | None = None,
     ) -> list[Translation]:
         """Translate a line. Returns its translations, best first (see ``Translator.stream``).
         ``alignments`` adds alignments (see ``Scorer.align``).
 
         The semaphore ``turns`` limits how many segments are searched at once (default: half of the
-        rows). Lines that share a semaphore thus leave rows for other lines. Canceling the task
-        frees its rows.
+        rows). Lines that share a semaphore thus leave rows for other lines. ``segments`` is the
+        result of ``translator.sentences`` if it is known. Canceling the task frees its rows.
 
         Raises:
           UserError: see ``Translator.stream``; ``start`` has not been called.
@@ -326,22 +349,18 @@ class AsyncTranslator:
         """
         request = Request.of(line, 1)
         turns = turns or self.new_turns()
-
-        async def search(segment: Sentence) -> list[Hypothesis]:
-            future = self.workers.submit(segment)
-            try:
-                return await asyncio.wrap_future(future)
-            finally:
-                future.cancel()
+        if segments is None:  # in a thread, because tokenizing a long line takes time
+            segments = await asyncio.to_thread(self.translator.sentences, request, num_hypotheses)
 
         async def search_in_turn(segment: Sentence) -> list[Hypothesis]:
             async with turns:
-                return await search(segment)
+                future = self.workers.submit(segment)
+                try:
+                    return await asyncio.wrap_future(future)
+                finally:
+                    future.cancel()
 
-        async with turns:  # tokenizing blocks the event loop, so it takes a turn too
-            segments = self.translator.sentences(request, num_hypotheses)
-            found = [await search(segment) for segment in segments[:1]]
-        found += await asyncio.gather(*map(search_in_turn, segments[1:]))
+        found = await asyncio.gather(*map(search_in_turn, segments))
         translations = self.translator.translations(request, found)
         if not alignments:
             return translations

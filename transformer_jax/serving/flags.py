@@ -13,7 +13,9 @@ import tyro
 from transformer_jax import DecodingConfig, UserError, flag_values, load_config_file, parse_flags
 from transformer_jax.support import short_repr
 
-_LANGUAGE = re.compile(r"[a-z]{2,8}(_[A-Za-z0-9]{2,8})*")
+# In zh-Hans-en, the capital shows that Hans is not a language.
+_LANGUAGE = r"([a-z]{2,8}(?:_[A-Za-z0-9]{2,8}|-[A-Z0-9][A-Za-z0-9]{1,7})*)"
+_PAIR = re.compile(f"{_LANGUAGE}-{_LANGUAGE}")
 
 
 class Pair(NamedTuple):
@@ -24,6 +26,11 @@ class Pair(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.source}-{self.target}"
+
+
+def folded(language: str) -> str:
+    """Return the form in which language codes are compared, such as pt-br for pt-BR and pt_BR."""
+    return language.lower().replace("_", "-")
 
 
 class Served(NamedTuple):
@@ -42,14 +49,19 @@ class Arguments:
     workdir: tuple[str, ...] = ()
     """Work directories of training runs, or their URLs; one model per language pair."""
     languages: tuple[str, ...] = ("source-target",)
-    """Language pair of each model, such as en-de."""
+    """Language pair of each model, such as en-de or en-pt-BR."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = 8000
     """TCP port."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the Host header of accepted requests, or * for any. Default: on a loopback address,
+    localhost and that address, so that no other site can use its own name for this server;
+    otherwise any."""
     max_queue: int = 1024
     """Maximum number of sentences in progress. Requests beyond this limit get status 503; a single
-    request with more sentences gets 413."""
+    request with more sentences gets 413. A sentence longer than ``max_source_length`` counts once
+    per segment."""
     max_characters: int = 20_000
     """Maximum number of characters in a request; longer requests get status 413."""
     timeout: float = 60.0
@@ -100,9 +112,10 @@ def _pairs(a: Arguments) -> list[Pair]:
             "expected one pair per directory, in the same order, such as --languages en-de fr-de."
         )
     pairs = list(map(_parse_pair, a.languages))
-    for index, pair in enumerate(pairs):
-        if pair in pairs[:index]:
-            first = a.workdir[pairs.index(pair)]
+    keys = [tuple(map(folded, pair)) for pair in pairs]
+    for index, (key, pair) in enumerate(zip(keys, pairs, strict=True)):
+        if key in keys[:index]:
+            first = a.workdir[keys.index(key)]
             raise UserError(
                 f"{first!r} and {a.workdir[index]!r} both translate {pair}; expected one model "
                 "per language pair."
@@ -111,10 +124,10 @@ def _pairs(a: Arguments) -> list[Pair]:
 
 
 def _parse_pair(text: str) -> Pair:
-    source, _, target = text.partition("-")
-    if not (_LANGUAGE.fullmatch(source) and _LANGUAGE.fullmatch(target)):
+    found = _PAIR.fullmatch(text)
+    if not found:
         raise UserError(
             f"--languages has {short_repr(text)}; expected pairs of codes, such as en-de or "
-            "en-pt_BR."
+            "en-pt-BR."
         )
-    return Pair(source, target)
+    return Pair(*found.groups())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from transformer_jax import Translation
 
@@ -26,11 +26,20 @@ class Query(BaseModel):
     alternatives: int = Field(
         0, ge=0, description="Number of alternatives, less than the beam size."
     )
-    api_key: str = Field("", description="Ignored.")
+    api_key: Any = Field(None, description="Ignored.")
+    apiKey: Any = Field(None, description="Ignored; a client's name for ``api_key``.")
     prefix: str = Field("", description="Text that each translation begins with.")
     details: bool = Field(False, description="Also return scores and tokens.")
     attention: bool = Field(False, description="Also return details and attention weights.")
     split: bool = Field(True, description="Whether to split texts into sentences.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, fields: Any) -> Any:
+        """Treat null, and empty strings other than ``q``, as absent."""
+        if not isinstance(fields, dict):
+            return fields
+        return {k: v for k, v in fields.items() if k == "q" or v not in (None, "")}
 
     @property
     def texts(self) -> list[str]:
@@ -38,7 +47,7 @@ class Query(BaseModel):
         return [self.q] if isinstance(self.q, str) else self.q
 
 
-class Hypothesis(BaseModel):
+class HypothesisResponse(BaseModel):
     """A translation of a sentence, in the format of ``decode.py --format jsonl``."""
 
     translation: str
@@ -56,20 +65,20 @@ class Hypothesis(BaseModel):
         return cls(**fields, **more)
 
 
-class Sentence(Hypothesis):
+class SentenceResponse(HypothesisResponse):
     """A source sentence with its best translation, and all hypotheses if requested."""
 
     source: str
-    hypotheses: list[Hypothesis] | None = None
+    hypotheses: list[HypothesisResponse] | None = None
 
     @classmethod
     def of_ranked(cls, translations: Sequence[Translation], ranked: bool, **more: Any) -> Self:
         """Build a sentence from its translations, best first; ``ranked`` includes all of them."""
-        hypotheses = [Hypothesis.of(each) for each in translations] if ranked else None
+        hypotheses = [HypothesisResponse.of(each) for each in translations] if ranked else None
         return cls.of(translations[0], hypotheses=hypotheses, **more)
 
 
-class StreamedSentence(Sentence):
+class SentenceEvent(SentenceResponse):
     """A ``sentence`` event, which adds the sentence's index and the text before its translation
     (usually whitespace).
     """
@@ -92,12 +101,12 @@ class Answer(BaseModel):
 
     translatedText: str | list[str]
     alternatives: list[str] | list[list[str]] | None = None
-    detectedLanguage: Detected | None = None
-    sentences: list[list[Sentence]] | None = None
+    detectedLanguage: Detected | list[Detected] | None = None
+    sentences: list[list[SentenceResponse]] | None = None
 
 
 class Language(BaseModel):
-    """A source language and its target languages."""
+    """A language and the languages it can be translated into, if any."""
 
     code: str
     name: str = Field(description="The code; LibreTranslate clients expect this field.")

@@ -13,15 +13,15 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.exceptions import HTTPException
 
-from transformer_jax import AsyncTranslator, Request, Translation, UserError
-from transformer_jax.serving.flags import Pair
+from transformer_jax import AsyncTranslator, Request, Sentence, Translation, UserError
+from transformer_jax.serving.flags import Pair, folded
 from transformer_jax.serving.schema import (
     Answer,
     Detected,
     Error,
     Query,
-    Sentence,
-    StreamedSentence,
+    SentenceEvent,
+    SentenceResponse,
 )
 from transformer_jax.serving.text import Cut, cut
 from transformer_jax.support import short_repr
@@ -34,7 +34,11 @@ _HEADERS = {
     413: {"Connection": "close"},  # the rest of the body is never read
     503: {"Retry-After": "1"},
 }
-_LONGEST_ALIGNED = 256  # in tokens; attention weights grow quadratically
+# Source tokens of a sentence, whose attention weights grow quadratically, and of a request.
+_LONGEST_ALIGNED, _MOST_ALIGNED = 256, 4096
+
+_Line = tuple[Request, list[Sentence]]
+_Task = asyncio.Task[list[Translation]]
 
 
 class Refused(HTTPException):
@@ -54,7 +58,8 @@ class Service:
     """All served models and the request limits.
 
     Attributes:
-      num_accepted: number of accepted sentences that are not yet translated.
+      num_accepted: number of accepted sentences that are not yet translated; a long sentence
+        counts once per segment.
       registry: Prometheus metrics of the searches.
     """
 
@@ -117,18 +122,19 @@ class Service:
 
     def find(self, query: Query) -> Pair:
         """Find the language pair of a query. Raises ``UserError`` if none or several match."""
-        pairs = [pair for pair in self.models if pair.target == query.target]
-        if query.source != "auto":
-            pairs = [pair for pair in pairs if pair.source == query.source]
+        source, target = folded(query.source), folded(query.target)
+        pairs = [pair for pair in self.models if folded(pair.target) == target]
+        if source != "auto":
+            pairs = [pair for pair in pairs if folded(pair.source) == source]
         if len(pairs) == 1:
             return pairs[0]
-        given = f"source is {short_repr(query.source)} and target is {short_repr(query.target)}"
-        known = ", ".join(map(str, self.models))
-        if pairs:
-            raise UserError(f"{given}; expected a source language because several match: {known}.")
-        raise UserError(f"{given}; expected one of {known}.")
+        expected = "a source language because several match:" if pairs else "one of"
+        raise UserError(
+            f"source is {short_repr(query.source)} and target is {short_repr(query.target)}; "
+            f"expected {expected} {', '.join(map(str, self.models))}."
+        )
 
-    def begin(self, query: Query) -> Answering:
+    async def begin(self, query: Query) -> Answering:
         """Check a query, split its texts into sentences and start translating them.
 
         Raises:
@@ -149,50 +155,52 @@ class Service:
             self.max_characters, sum(map(len, [*query.texts, query.prefix])), "characters"
         )
         _refuse_above(self.max_queue, len(query.texts), "texts")
-        tags, cuts = [], []
-        for text in query.texts:
-            model.translator.check(Request(text, query.prefix))
-            tag, rest = _split_tag(text, model)
-            tags.append(tag)
-            cuts.append(cut(rest, language=pair.source, split=query.split))
-        coming = sum(len(each.sentences) for each in cuts)
-        _refuse_above(self.max_queue, coming, "sentences")
-        if self.num_accepted + coming > self.max_queue:
+        # In a thread: tokenizing takes a second if each character is a ligature of many letters.
+        texts = await asyncio.to_thread(self._prepare, query, pair)
+        segments = [segment for _, lines in texts for _, its in lines for segment in its]
+        _refuse_above(self.max_queue, len(segments), "sentences")
+        if self.num_accepted + len(segments) > self.max_queue:
             raise Refused(
                 503,
-                f"{self.num_accepted} sentences are in progress and this request has {coming}; "
-                f"expected at most {self.max_queue} in total. Retry later.",
+                f"{self.num_accepted} sentences are in progress and this request has "
+                f"{len(segments)}; expected at most {self.max_queue} in total. Retry later.",
                 limit=self.max_queue,
             )
         turns = model.new_turns()  # keeps one request from taking all rows
-        tasks = [
-            [
-                self._start(query, pair, turns, tag + sentence, "" if i else query.prefix)
+        attention = query.attention and _num_tokens(segments) <= _MOST_ALIGNED
+        tasks = []
+        for its_cut, lines in texts:
+            tasks.append((its_cut, list[_Task]()))
+            for line, its in lines:
+                aligned = attention and _num_tokens(its) <= _LONGEST_ALIGNED
+                work = model.translate(line, alignments=aligned, turns=turns, segments=its)
+                task = asyncio.create_task(work)
+                task.add_done_callback(partial(self._release, pair, len(its)))
+                self.num_accepted += len(its)
+                tasks[-1][1].append(task)
+        return Answering(query, pair, tasks)
+
+    def _prepare(self, query: Query, pair: Pair) -> list[tuple[Cut, list[_Line]]]:
+        """Split the texts of a query into sentences, and those into segments of tokens."""
+        model = self.models[pair]
+        translator, texts = model.translator, []
+        translator.check(Request("", query.prefix))
+        for text in query.texts:
+            translator.check(Request(text))
+            tag, rest = _split_tag(text, model)
+            its_cut = cut(rest, language=pair.source, split=query.split)
+            requests = [
+                Request(tag + sentence, "" if i else query.prefix, number=1)
                 for i, sentence in enumerate(its_cut.sentences)
             ]
-            for tag, its_cut in zip(tags, cuts, strict=True)
-        ]
-        return Answering(query, pair, list(zip(cuts, tasks, strict=True)))
+            most = 1 + query.alternatives
+            lines = [(request, translator.sentences(request, most)) for request in requests]
+            texts.append((its_cut, lines))
+        return texts
 
-    def _start(
-        self, query: Query, pair: Pair, turns: asyncio.Semaphore, text: str, prefix: str
-    ) -> asyncio.Task[list[Translation]]:
-        """Start translating a sentence. It counts as accepted until the task ends."""
-        model = self.models[pair]
-        encode = model.translator.tokenizer.source.encode
-        work = model.translate(
-            Request(text, prefix),
-            num_hypotheses=1 + query.alternatives,
-            alignments=query.attention and len(encode([text])[0]) <= _LONGEST_ALIGNED,
-            turns=turns,
-        )
-        task = asyncio.create_task(work)
-        task.add_done_callback(partial(self._release, pair))
-        self.num_accepted += 1
-        return task
-
-    def _release(self, pair: Pair, task: asyncio.Task[list[Translation]]) -> None:
-        self.num_accepted -= 1
+    def _release(self, pair: Pair, count: int, task: _Task) -> None:
+        """End the work on a sentence, whose segments count as accepted until then."""
+        self.num_accepted -= count
         if not task.cancelled() and not task.exception():
             self._num_sentences.labels(pair).inc()
             self._num_tokens.labels(pair).inc(task.result()[0].length)
@@ -207,6 +215,10 @@ def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:
         return "", text
     rest = rest.lstrip()
     return text.removesuffix(rest), rest
+
+
+def _num_tokens(segments: list[Sentence]) -> int:
+    return sum(len(segment.tokens) for segment in segments)
 
 
 def _refuse_above(most: int, count: int, what: str) -> None:
@@ -224,7 +236,7 @@ class Answering:
 
     query: Query
     pair: Pair
-    texts: Sequence[tuple[Cut, Sequence[asyncio.Task[list[Translation]]]]]
+    texts: Sequence[tuple[Cut, Sequence[_Task]]]
     """Each split text with one task per sentence."""
 
     async def whole(self) -> Answer:
@@ -232,14 +244,14 @@ class Answering:
         await asyncio.gather(*(task for _, tasks in self.texts for task in tasks))
         return self._answer()
 
-    async def by_sentence(self) -> AsyncGenerator[StreamedSentence | Answer]:
+    async def by_sentence(self) -> AsyncGenerator[SentenceEvent | Answer]:
         """Yield the sentences of a single text in order, then the complete response."""
         [(its_cut, tasks)] = self.texts
         previous, ranked = "", self.query.alternatives > 0
         try:
             for index, (source, task) in enumerate(zip(its_cut.sentences, tasks, strict=True)):
                 found, before = await task, its_cut.gap(index, previous)
-                yield StreamedSentence.of_ranked(
+                yield SentenceEvent.of_ranked(
                     found, ranked, source=source, index=index, before=before
                 )
                 previous = found[0].text
@@ -266,11 +278,12 @@ class Answering:
             alternatives=alternatives[0] if one and alternatives else alternatives,
         )
         if query.source == "auto":
-            answer.detectedLanguage = Detected(language=self.pair.source, confidence=100)
+            detected = Detected(language=self.pair.source, confidence=100)
+            answer.detectedLanguage = detected if one else [detected] * len(texts)
         if query.details or query.attention:
             answer.sentences = [
                 [
-                    Sentence.of_ranked(each, count > 0, source=source)
+                    SentenceResponse.of_ranked(each, count > 0, source=source)
                     for source, each in zip(its_cut.sentences, found, strict=True)
                 ]
                 for its_cut, found in texts

@@ -1,0 +1,327 @@
+"""Every limit of the service: its unit, its scope, and what happens beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from servers import LINES, Reply, Server, answering
+
+from transformer_jax.decoding.records import Request
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.serving import service as service_module
+from transformer_jax.serving.__main__ import allowed_hosts
+from transformer_jax.serving.app import App
+from transformer_jax.serving.flags import Arguments, Pair
+from transformer_jax.serving.schema import Query
+
+JSON = "application/json"
+LIGATURE = "\ufdfa"  # one character, 18 after NFKC
+MAX_CHARACTERS, MAX_QUEUE = 2000, 100  # of the server in conftest.py
+
+
+def series(server: Server) -> set[str]:
+    figures = server.request("GET", "/metrics").body.decode().splitlines()
+    return {line.rpartition(" ")[0] for line in figures if not line.startswith("#")}
+
+
+MADE_UP: dict[str, Callable[[Server, str], Reply]] = {
+    "method": lambda server, x: server.request(x, "/translate"),
+    "method of a page": lambda server, x: server.request(x, "/"),
+    "path": lambda server, x: server.request("GET", f"/{x}"),
+    "path below a route": lambda server, x: server.request("GET", f"/translate/{x}"),
+    "path below a folder": lambda server, x: server.request("GET", f"/static-offline-docs/{x}"),
+    "parameter": lambda server, x: server.request("GET", f"/languages?{x}={x}"),
+    "host": lambda server, x: server.request("GET", "/health", host=f"{x}.example"),
+    "header": lambda server, x: server.request("GET", "/health", **{x: x}),
+    "content type": lambda server, x: server.request("POST", "/translate", x, content_type=x),
+    "field": lambda server, x: server.ask(**{x: x}),
+    "language": lambda server, x: server.ask(q="one", source=x, target=x),
+    "case of a language": lambda server, x: server.ask(q="one", target=f"{'dD'[x < 'B']}e"),
+    "text": lambda server, x: server.ask(q=x),
+}
+
+
+@pytest.mark.parametrize("kind", MADE_UP)
+def test_metrics_do_not_grow_with_what_clients_invent(server: Server, kind: str) -> None:
+    series(server)  # /metrics itself is counted
+    MADE_UP[kind](server, "A1")
+    before = series(server)
+    for invented in "B2", "C3", "D4":
+        MADE_UP[kind](server, invented)
+    assert series(server) == before
+
+
+def padded(fields: dict[str, Any], size: int) -> bytes:
+    return json.dumps({"source": "en", "target": "de"} | fields).encode().ljust(size)
+
+
+MAX_BODY = MAX_CHARACTERS * 12 + 10_000
+LIMITS: dict[str, tuple[Callable[[Server, int], Reply], int, int]] = {
+    "characters of a text": (lambda s, n: s.ask(q=" " * n), MAX_CHARACTERS, 413),
+    "characters of all texts and the prefix": (
+        lambda s, n: s.ask(q=[" " * (n - 1003), " " * 1000], prefix="SIX"),
+        MAX_CHARACTERS,
+        413,
+    ),
+    "texts": (lambda s, n: s.ask(q=[""] * n), MAX_QUEUE, 413),
+    "sentences": (lambda s, n: s.ask(q="\n".join(["one"] * n)), MAX_QUEUE, 413),
+    "sentences of all texts": (lambda s, n: s.ask(q=["one"] * (n - 1) + ["two"]), MAX_QUEUE, 413),
+    "alternatives": (lambda s, n: s.ask(q="one", alternatives=n), 2, 400),
+    "bytes of a body": (
+        lambda s, n: s.request("POST", "/translate", padded({"q": "one"}, n), content_type=JSON),
+        MAX_BODY,
+        413,
+    ),
+    "bytes of a body in an unknown encoding": (
+        lambda s, n: s.request("POST", "/translate", b"\xff" * n, content_type="x"),
+        MAX_BODY,
+        413,
+    ),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_limits_are_exact(server: Server, limit: str) -> None:
+    ask, most, status = LIMITS[limit]
+    assert ask(server, most).status == (415 if "unknown" in limit else 200)
+    reply = ask(server, most + 1)
+    assert reply.status == status and str(most) in reply.json["error"]
+    if status == 413:
+        assert reply.json["limit"] == most
+
+
+@pytest.mark.parametrize("where", ["one header", "many headers", "the path"])
+def test_headers_have_64_kb(server: Server, where: str) -> None:
+    """In one piece or many, with an end or without."""
+
+    def status(size: int) -> bytes:
+        path, headers = b"/health", b"X: " + b"x" * size
+        if where == "many headers":
+            headers = b"\r\n".join([b"X: x"] * (size // 6))
+        elif where == "the path":
+            path, headers = b"/health?" + b"x" * size, b"X: x"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % (path, headers))
+            reply = client.recv(1000)
+        if b" 431 " in reply:
+            assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
+        return reply.split()[1]
+
+    assert status(60_000) == b"200"
+    assert [status(size) for size in (75_000, 100_000, 1_000_000)] == [b"431"] * 3
+
+
+def test_segments_count_in_the_queue(server: Server) -> None:
+    """A request costs as much as its segments, however few characters and sentences it has."""
+    translator = server.translator
+    text = LIGATURE * 20
+    count = len(translator.sentences(Request(text)))
+    assert 4 < count < MAX_QUEUE
+
+    async def accepted() -> tuple[int, int]:
+        answering = await server.service.begin(Query(q=[text, "one"], target="de", split=False))
+        during = server.service.num_accepted
+        await answering.whole()
+        await asyncio.sleep(0)
+        return during, server.service.num_accepted
+
+    assert asyncio.run(accepted()) == (count + 1, 0)
+    reply = server.ask(q=LIGATURE * MAX_CHARACTERS, split=False)
+    assert reply.status == 413 and "sentences; expected at most 100" in reply.json["error"]
+
+
+@pytest.mark.parametrize("path", ["/translate", "/translate/stream"])
+def test_texts_are_tokenized_outside_the_event_loop(
+    server: Server, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_loop = []
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **settings: Any) -> Any:
+            in_loop.append(asyncio._get_running_loop() is not None)
+            return original(*args, **settings)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    model = server.service.models[Pair("en", "de")]
+    watch(model.translator.tokenizer.source, "encode")
+    watch(model.translator.tokenizer.target, "encode")
+    watch(service_module, "cut")
+    reply = server.ask(path, q=LINES[3], prefix="SIX", attention=True)
+    assert reply.status == 200 and len(in_loop) > 3
+    in_loop.clear()
+    asyncio.run(model.translate(LINES[3]))
+    assert in_loop and not any(in_loop)
+
+
+def test_attention_is_limited_in_a_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = LINES[3:5]
+    num_tokens = sum(map(len, server.translator.tokenizer.source.encode(lines)))
+
+    def with_attention() -> list[bool]:
+        texts = server.ask(q=lines, attention=True, split=False).json["sentences"]
+        return ["alignment" in sentence for [sentence] in texts]
+
+    monkeypatch.setattr(service_module, "_MOST_ALIGNED", num_tokens)
+    assert with_attention() == [True, True]
+    monkeypatch.setattr(service_module, "_MOST_ALIGNED", num_tokens - 1)
+    assert with_attention() == [False, False]
+
+
+@pytest.mark.parametrize("path", ["/translate", "/translate/stream"])
+def test_time_is_limited_from_request_to_response(
+    server: Server, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for the body counts."""
+    workers = server.service.models[Pair("en", "de")].workers
+    monkeypatch.setattr(workers, "submit", lambda _: Future())
+    body = padded({"q": "one"}, 0)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\nConnection: close\r\n"
+    with (
+        answering(App(server.service, timeout=1).asgi(), lifespan="off") as port,
+        socket.create_connection(("127.0.0.1", port), timeout=20) as client,
+    ):
+        start = time.monotonic()
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:1])
+        time.sleep(0.8)
+        client.sendall(body[1:])
+        reply = client.makefile("rb").read()
+        assert 0.9 < time.monotonic() - start < 1.5 and b"timed out after 1 s" in reply
+    assert server.is_idle()
+
+
+GOOD_HOSTS = ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"]
+BAD_HOSTS = ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "", "[::1"]
+
+
+def test_hosts_are_checked(server: Server) -> None:
+    hosts = allowed_hosts(Arguments(), "127.0.0.1")
+    app = App(server.service, timeout=60, allowed_hosts=hosts).asgi()
+    with answering(app, lifespan="off") as port:
+        local = server._replace(port=port)
+        for path in "/", "/health", "/metrics", "/languages", "/docs", "/page.js":
+            assert {local.request("GET", path, host=host).status for host in GOOD_HOSTS} == {200}
+            assert {local.request("GET", path, host=host).status for host in BAD_HOSTS} == {400}
+        for host in BAD_HOSTS:
+            assert local.request("POST", "/translate", "q=one&target=de", host=host).status == 400
+
+
+@pytest.mark.parametrize(
+    ("flags", "address", "allowed"),
+    [
+        ({}, "127.0.0.1", ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")),
+        ({"host": "my-pc"}, "127.0.1.1", ("localhost", "127.0.0.1", "[::1]", "my-pc")),
+        ({"host": "localhost"}, "::1", ("localhost", "127.0.0.1", "[::1]", "localhost")),
+        ({"host": "0.0.0.0"}, "0.0.0.0", ["*"]),
+        ({"host": "::"}, "::", ["*"]),
+        ({"allowed_hosts": ("a.example",)}, "127.0.0.1", ("a.example",)),
+        ({"allowed_hosts": ("a.example",), "host": "::"}, "::", ("a.example",)),
+    ],
+)
+def test_default_hosts(flags, address, allowed) -> None:
+    assert allowed_hosts(Arguments(**flags), address) == allowed
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/.", "//", "/./", "/%2e", "/docs/", "//evil.example/..", "/static-offline-docs", "/.."],
+)
+def test_nothing_redirects_to_the_clients_host(server: Server, path: str) -> None:
+    reply = server.request("GET", path, host="evil.example")
+    assert reply.status == 404 and "evil.example" not in str(reply.headers)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/docs", "/health", "/languages", "/metrics", "/openapi.json", "/page.js", "/nothing"],
+)
+def test_head_answers_like_get(server: Server, path: str) -> None:
+    get, head = server.request("GET", path), server.request("HEAD", path)
+    assert head.status == get.status and not head.body
+    assert head.headers["Content-Type"] == get.headers["Content-Type"]
+
+
+def exchange(port: int, sent: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(sent)
+        return client.makefile("rb").read()
+
+
+def post(path: str, **fields: Any) -> bytes:
+    body = padded(fields, 0)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformer_jax.serving.protocol import Protocol
+
+    monkeypatch.setattr(Protocol, "patience", 0.3)
+
+
+def test_shutdown_answers_what_has_arrived(
+    server: Server, translator: Translator, impatient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running, waiting and streamed sentences finish; idle connections and new ones are closed."""
+    for rows in server.service.models[Pair("en", "de")].workers._searches[0]:
+        turn = rows.turn
+        slowly = lambda *args, turn=turn: time.sleep(0.1) or turn(*args)  # noqa: E731
+        monkeypatch.setattr(rows, "turn", slowly)
+    lines = LINES[:6]  # more than rows
+    replies: dict[int, bytes] = {}
+    with answering(App(server.service, timeout=60).asgi(), lifespan="off") as port:
+        requests = [post("/translate", q=line, split=False) for line in lines]
+        requests.append(post("/translate/stream", q="\n".join(lines)))
+        threads = [
+            threading.Thread(target=lambda i=i: replies.update({i: exchange(port, requests[i])}))
+            for i in range(len(requests))
+        ]
+        idle = socket.create_connection(("127.0.0.1", port), timeout=20)
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        while b'"ok"' not in idle.recv(1000):
+            pass
+        for thread in threads:
+            thread.start()
+        while server.service.num_accepted < 2 * len(lines):
+            time.sleep(0.01)
+        assert not replies
+    assert idle.recv(1000) == b""
+    idle.close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    for thread in threads:
+        thread.join()
+    *plain, stream = (replies[i] for i in range(len(requests)))
+    for reply, expected in zip(plain, translator.translate(lines), strict=True):
+        assert reply.startswith(b"HTTP/1.1 200 ") and expected.encode() in reply
+    assert stream.count(b"event: sentence") == len(lines) and b"event: done" in stream
+
+
+@pytest.mark.parametrize("stalls", ["in its headers", "in its body", "while it reads"])
+def test_a_client_that_stalls_does_not_delay_shutdown(
+    server: Server, impatient, stalls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with answering(App(server.service, timeout=60).asgi(), lifespan="off") as port:
+        client.connect(("127.0.0.1", port))
+        sent = post("/translate/stream", q="\n".join(LINES), attention=True)
+        if stalls == "while it reads":
+            sent = b"GET /static-offline-docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n" * 9
+        client.sendall({"in its headers": sent[:40], "in its body": sent[:-5]}.get(stalls, sent))
+        time.sleep(0.3)
+        start = time.monotonic()
+    assert time.monotonic() - start < 5
+    client.close()
+    assert server.is_idle()
