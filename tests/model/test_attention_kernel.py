@@ -92,7 +92,7 @@ def test_bfloat16_is_nearly_as_exact_as_the_reference_implementation() -> None:
     [(False, 16, False), (False, 32, True), (True, 16, True), (True, 32, False)],
 )
 def test_merged_projections_equal_separate_projections(
-    memory: bool, d_v: int, use_bias: bool, monkeypatch: pytest.MonkeyPatch
+    memory: bool, d_v: int, use_bias: bool
 ) -> None:
     """Results and gradients of self-attention and cross-attention."""
     layer = MultiHeadAttention(
@@ -103,12 +103,11 @@ def test_merged_projections_equal_separate_projections(
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((2, length, 32), np.float32) for length in (13, 21)[: 1 + memory]]
     mask = attention_mask(_packed(13), _packed(21) if memory else _packed(13))
-    kernel = partial(short_attention, interpret=True)
-    monkeypatch.setattr(attention_kernel, "short_attention", kernel)
 
     def merged(parameters: Any, *inputs: jax.Array) -> jax.Array:
         layer = nnx.merge(graph, parameters)
-        return layer.output(layer._merged(*inputs, mask))
+        arrays = layer.project(*inputs, packed=True)
+        return layer.output(short_attention(*arrays, mask, interpret=True))
 
     def separate(parameters: Any, *inputs: jax.Array) -> jax.Array:
         return nnx.merge(graph, parameters)(*inputs, mask_BHTS=mask)
@@ -203,13 +202,13 @@ def test_the_kernel_is_selected_for_bfloat16_without_attention_dropout() -> None
 def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> bool:
     """Check whether the kernel is selected for T, S, d_k, d_v with 2 rows and 2 heads."""
     T, S, d_k, d_v = shape
-    q, k, v = (
-        jax.ShapeDtypeStruct((2, length, 2, width), dtype)
-        for length, width in ((T, d_k), (S, d_k), (S, d_v))
+    mask_B1TS = jax.ShapeDtypeStruct((2, 1, T, S), bool) if mask else None
+    x_BTD = jax.ShapeDtypeStruct((2, T, 8), dtype)
+    query, value = (
+        SimpleNamespace(kernel=jax.ShapeDtypeStruct((8, 2, width), jnp.float32), dtype=dtype)
+        for width in (d_k, d_v)
     )
-    return attention_kernel.supports(
-        q, k, v, jax.ShapeDtypeStruct((2, 1, T, S), bool) if mask else None
-    )
+    return attention_kernel.supports(x_BTD, query, value, mask_B1TS)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

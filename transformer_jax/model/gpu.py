@@ -55,11 +55,12 @@ def sharded(
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
 
 
-def parts(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
+def split_qkv(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
     """Return queries, keys and values, each as its array, number and width.
 
-    One to three arrays hold them in this order. Parts of one array are equally wide and lie side by
-    side in its last axis.
+    The arrays are results of matmuls: one of queries, keys and values, or one of queries and one of
+    keys and values, or three. A matmul's results are equally wide and lie side by side in the last
+    axis. Kernels read them there, because splitting the array would copy it.
     """
     counts = {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(arrays)]
     return [(x, i, x.shape[-1] // n) for x, n in zip(arrays, counts, strict=True) for i in range(n)]

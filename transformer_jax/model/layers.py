@@ -12,6 +12,7 @@ from flax import nnx
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
+from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.norms import Residual
 from transformer_jax.model.positions import sinusoidal_positions
@@ -200,7 +201,8 @@ class DecoderLayer(nnx.Module):
             attention = self.self_attention
             if cache is None:
                 return attention(y_BTD, None, self_mask_BHTT, dropout_key=keys)
-            return attention.output(cache.to_history(*attention.projected(y_BTD)))
+            arrays = attention.project(y_BTD, packed=runs_kernels())
+            return attention.output(cache.to_history(*arrays))
 
         def attend_to_memory(y_BTD: jax.Array) -> jax.Array:
             attention = self.cross_attention

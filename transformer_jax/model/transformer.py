@@ -12,6 +12,7 @@ from flax import nnx
 
 from transformer_jax.model.attention import Projection, attention_mask
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
+from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
 from transformer_jax.model.layers import (
     DecoderLayer,
@@ -313,7 +314,7 @@ def with_cast_weights(model: M) -> M:
                     parameter.set_value(parameter[...].astype(module.dtype))
     for module in modules:
         if isinstance(module, Transformer):
-            if jax.default_backend() == "gpu":  # its decoding kernel reads merged projections
+            if runs_kernels():  # the decoding kernel reads merged projections
                 for layer in module.decoder.layers:
                     layer.self_attention.merge_projections()
             matrix_VD = module.output_matrix_VD.astype(compute_dtype(module.config))
