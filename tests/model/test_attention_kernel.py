@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import chex
 import jax
@@ -15,6 +15,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from reference import against_reference, with_gradients
 
 from benchmarks.hlo import collectives
+from transformer_jax.decoding import scoring
+from transformer_jax.decoding.engine import Engine
+from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.devices.sharding import batch_sharding, make_mesh
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention import (
@@ -23,7 +26,8 @@ from transformer_jax.model.attention import (
     dot_product_attention,
 )
 from transformer_jax.model.attention_kernel import short_attention
-from transformer_jax.settings.config import MeshConfig
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.settings.config import DecodingConfig, MeshConfig, ModelConfig
 
 # T, S, d_k, d_v: powers of two, or lengths that leave a block partly empty
 SHAPES = [
@@ -265,3 +269,22 @@ def test_cpu_computations_on_a_gpu_machine_do_not_change(monkeypatch: pytest.Mon
     monkeypatch.undo()
     for found, expected in zip(chosen, compute(), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("program", ["encoder of a search", "scorer"])
+def test_programs_of_one_device_use_the_kernel_beside_other_devices(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    config = ModelConfig(40, d_model=32, d_ff=32, num_heads=2, num_layers=1, dtype="bfloat16")
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    tokens = np.full((4, 24), 5, np.int32)
+    if program == "scorer":
+        monkeypatch.setattr(scoring, "check_vocabulary", lambda *_: None)
+        scorer: Any = Scorer(model, cast(Any, None))
+        assert _kernels(scorer._score_batch, scorer._parameters[0], tokens, tokens) > 0
+    else:
+        engine = Engine(model, DecodingConfig(batch_size=4))
+        start = partial(engine._search.start_cache, bucket=engine.buckets[0])
+        assert _kernels(start, engine._weights, tokens) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from transformer_jax.model.dropout import threshold
 
@@ -32,6 +33,7 @@ def splits(rows: int, heads: int = 0) -> bool:
     """Return True if rows and heads divide evenly over the devices of a training step.
 
     Returns False if the sharding is unknown, because XLA would then all-gather a kernel's inputs.
+    Programs for one of several devices are traced in ``on_one_device``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.shape:
@@ -39,6 +41,16 @@ def splits(rows: int, heads: int = 0) -> bool:
     if "tensor" not in mesh.shape:
         return False
     return rows % row_shards(mesh) == 0 == heads % mesh.shape["tensor"]
+
+
+def on_one_device() -> AbstractContextManager[Any]:
+    """Context manager for tracing a program for one device, so that ``splits`` knows it.
+
+    JAX may have more devices that run the same program on their own.
+    """
+    axes = ("data", "fsdp", "tensor")
+    mesh = jax.sharding.get_abstract_mesh().update((1, 1, 1), axes, (AxisType.Auto,) * 3)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def row_shards(mesh: AbstractMesh) -> int:
