@@ -116,6 +116,15 @@ def test_numbers_of_three_steps() -> None:
     np.testing.assert_allclose(norms, [1.6832926, 1.3260058, 0.7285598], rtol=2e-6)
 
 
+def test_a_step_transfers_nothing_between_host_and_devices() -> None:
+    run = step_functions(DROPPING)
+    state, inputs = run.init(), jax.device_put(batch())
+    with jax.transfer_guard("disallow"):
+        state, metrics = run.train_step(state, inputs)
+        run.eval_step(state.parameters, inputs)
+    assert float(metrics.sums.tokens) > 0
+
+
 def test_seeds_share_a_compiled_step() -> None:
     """In one process, and in the compilation cache, whose key is the program's text."""
     steps = [step_functions(changed(DROPPING, seed=seed)) for seed in (0, 7)]

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax.errors import UserError
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
+from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 
 
+@checked
 def attention_mask(
     query_segments_BT: jax.Array,
     key_segments_BS: jax.Array,
@@ -46,6 +47,7 @@ def attention_mask(
     return mask_BTS[:, None]
 
 
+@checked
 @jax.named_scope("dot_product_attention")
 def dot_product_attention(
     q_BTHK: jax.Array,
@@ -66,14 +68,8 @@ def dot_product_attention(
         ``nnx.Intermediate`` named ``weights``; None: do not sow them.
 
     Raises:
-      UserError: the mask is not bool or does not have four axes.
+      UserError: the mask is not bool, or an array does not have four axes.
     """
-    if mask_BHTS is not None and (mask_BHTS.dtype != jnp.bool_ or mask_BHTS.ndim != 4):
-        raise UserError(
-            f"The attention mask is {mask_BHTS.dtype} with {mask_BHTS.ndim} axes; expected bool "
-            "[B, H, T, S], True where attention is allowed (B, H and T may be 1). Convert a "
-            "[B, T, S] mask of zeros and ones with mask[:, None] != 0."
-        )
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     if mask_BHTS is not None:
@@ -155,6 +151,7 @@ class MultiHeadAttention(nnx.Module):
         self.dropout = dropout
         self.sow_weights = False
 
+    @checked
     @jax.named_scope("attention")
     def __call__(
         self,

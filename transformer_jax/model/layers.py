@@ -16,6 +16,7 @@ from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.norms import Residual
 from transformer_jax.model.positions import sinusoidal_positions
+from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
 
 
@@ -29,7 +30,8 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
 class Embedding(nnx.Module):
     """Token embeddings times sqrt(d_model), plus positional encodings (sections 3.4 and 3.5)."""
 
-    def __init__(self, vocab_size: int, config: ModelConfig, *, rngs: nnx.Rngs):
+    @checked
+    def __init__(self, vocab_size: Positive, config: ModelConfig, *, rngs: nnx.Rngs):
         """Initialize the matrices from N(0, d_model^-1). The token matrix is [V, D]."""
         self.matrix = embedding_matrix(vocab_size, config.d_model, rngs)
         self.position_matrix = (
@@ -39,6 +41,7 @@ class Embedding(nnx.Module):
         )
         self.dtype = compute_dtype(config)
 
+    @checked
     @jax.named_scope("embedding")
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
@@ -116,6 +119,7 @@ class FeedForward(nnx.Module):
         self.activation = config.activation
         self.dropout = config.feed_forward_dropout
 
+    @checked
     @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: jax.Array, *, dropout_key: DropoutKey = None) -> jax.Array:
         """Apply the network at every position. Returns [B, L, D]."""
@@ -150,6 +154,7 @@ class EncoderLayer(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
 
+    @checked
     def __call__(
         self,
         x_BSD: jax.Array,
@@ -180,6 +185,7 @@ class DecoderLayer(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
 
+    @checked
     def __call__(
         self,
         x_BTD: jax.Array,

@@ -23,6 +23,7 @@ from transformer_jax.model.layers import (
 )
 from transformer_jax.model.norms import make_norm
 from transformer_jax.model.positions import segment_positions
+from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 from transformer_jax.tokenization.special_ids import BOS_ID, PAD_ID
 
@@ -45,6 +46,7 @@ class _Stack(nnx.Module):
         self.final_norm = make_norm(config) if config.has_final_norm else None
         self.remat = config.remat
 
+    @checked
     def __call__(
         self,
         x_BLD: jax.Array,
@@ -128,6 +130,7 @@ class Transformer(nnx.Module):
         """
         return self.logits(self.hidden(source_BS, target_BT, **options))
 
+    @checked
     def hidden(
         self,
         source_BS: jax.Array,
@@ -162,6 +165,7 @@ class Transformer(nnx.Module):
             dropout_key=keys,
         )
 
+    @checked
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
         """Compute attention weights of all layers and heads, one sentence per row, without dropout.
 
@@ -187,6 +191,7 @@ class Transformer(nnx.Module):
         """Compute a decoder layer's cross-attention weights [B, T, S], averaged over heads."""
         return self.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
 
+    @checked
     def encode(
         self,
         source_BS: jax.Array,
@@ -223,6 +228,7 @@ class Transformer(nnx.Module):
         x_BLD = embedding(tokens_BL, positions_BL, num_positions=num_positions)
         return dropout(x_BLD, self.config.dropout, keys)
 
+    @checked
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Compute logits of the next token, float32 [B, T, V]."""
         matrix_VD = self.output_matrix_VD.astype(hidden_BTD.dtype)
@@ -232,6 +238,7 @@ class Transformer(nnx.Module):
         bias_V = self.output_bias_V
         return logits_BTV if bias_V is None else logits_BTV + bias_V[None, None]
 
+    @checked
     def start_cache(
         self,
         memory_BSD: jax.Array,
@@ -260,6 +267,7 @@ class Transformer(nnx.Module):
         """Compute each decoder layer's cross-attention keys and values, both [B, S, H, K]."""
         return [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers]
 
+    @checked
     def decode_step(
         self, tokens_BW: jax.Array, cache: DecoderCache
     ) -> tuple[jax.Array, DecoderCache]:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
+from transformer_jax.settings.checks import Fraction, NonNegative, checked
 from transformer_jax.tokenization.special_ids import PAD_ID
 
 
@@ -41,17 +42,18 @@ _Inputs = tuple[jax.Array, jax.Array, jax.Array | None]
 _MaxAndSum = tuple[jax.Array, jax.Array]
 
 
+@checked
 @jax.named_scope("loss")
 def smoothed_cross_entropy(
     hidden_BTD: jax.Array,
     matrix_VD: jax.Array,
     target_BT: jax.Array,
     *,
-    label_smoothing: float = 0.1,
+    label_smoothing: Fraction = 0.1,
     max_logits: int | None = None,
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
-    r_drop: float = 0.0,
+    r_drop: NonNegative = 0.0,
 ) -> LossSums:
     """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
