@@ -36,6 +36,10 @@ class _Settings(NamedTuple):
     backend: str
     vocab_shards: int = 1  # number of devices along ``tensor`` that share the vocabulary
 
+    def over_vocab(self, reduce: Callable[..., Any], x: Any) -> Any:
+        """Reduce over the devices that share the vocabulary."""
+        return reduce(x, "tensor") if self.vocab_shards > 1 else x
+
 
 # Differentiable inputs of the loss: hidden_BTD, matrix_VD, bias_V.
 _Inputs = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -151,8 +155,8 @@ def _on_device(
     rows, time = target_BT.shape
     count = rows // passes * time
     length = -(-count // _num_chunks(settings, target_BT.size, *matrix_VD.shape))
-    mean_D = _over_vocab(settings, jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
-    bias_mean = None if bias_V is None else _over_vocab(settings, jax.lax.pmean, bias_V.mean())
+    mean_D = settings.over_vocab(jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
+    bias_mean = None if bias_V is None else settings.over_vocab(jax.lax.pmean, bias_V.mean())
 
     def in_chunks(x: jax.Array) -> jax.Array:
         rest = x.shape[2:]
@@ -190,13 +194,8 @@ def _on_device(
     hidden_CLD, from_chunks = jax.vjp(in_chunks, hidden_BTD)
     carry, d_hidden_CLD = jax.lax.scan(one_chunk, start, (hidden_CLD, in_chunks(target_BT)))
     sums, d_matrix_VD, d_bias_V = carry
-    [d_hidden_BTD] = _over_vocab(settings, jax.lax.psum, from_chunks(d_hidden_CLD))
+    [d_hidden_BTD] = settings.over_vocab(jax.lax.psum, from_chunks(d_hidden_CLD))
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
-
-
-def _over_vocab(settings: _Settings, reduce: Callable[..., Any], x: Any) -> Any:
-    """Reduce over the devices that share the vocabulary."""
-    return reduce(x, "tensor") if settings.vocab_shards > 1 else x
 
 
 def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: int) -> int:
@@ -258,18 +257,17 @@ def _from_logits(
 
 def _softmax(settings: _Settings, logits_LV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the maximum, log-sum-exp and probabilities of each row."""
-    over_vocab = partial(_over_vocab, settings)
     if settings.backend == "gpu":  # reading the logits takes longer than computing exponentials
         shard_top_L, total_L = _max_and_sum_of_exp(logits_LV.astype(jnp.float32))
-        top_L = over_vocab(jax.lax.pmax, shard_top_L)
+        top_L = settings.over_vocab(jax.lax.pmax, shard_top_L)
         if settings.vocab_shards > 1:
             total_L = jax.lax.psum(total_L * jnp.exp(shard_top_L - top_L), "tensor")
         log_total_L = top_L + jnp.log(total_L)
         return top_L, log_total_L, jnp.exp(logits_LV - log_total_L[:, None])
     # Maximum before cast: otherwise a TPU would also store the logits in float32.
-    top_L = over_vocab(jax.lax.pmax, logits_LV.max(axis=-1).astype(jnp.float32))
+    top_L = settings.over_vocab(jax.lax.pmax, logits_LV.max(axis=-1).astype(jnp.float32))
     exp_LV = jnp.exp(logits_LV - top_L[:, None])
-    total_L = over_vocab(jax.lax.psum, exp_LV.sum(axis=-1))
+    total_L = settings.over_vocab(jax.lax.psum, exp_LV.sum(axis=-1))
     return top_L, top_L + jnp.log(total_L), exp_LV / total_L[:, None]
 
 
@@ -304,6 +302,6 @@ def _divergence(
     probs_PLV = probs_LV.reshape(log_probs_PLV.shape)
     ratio_PLV = log_probs_PLV - log_probs_PLV[::-1]
     kl_PL = (jnp.exp(log_probs_PLV) * ratio_PLV).sum(axis=-1)
-    kl_PL = _over_vocab(settings, jax.lax.psum, kl_PL)
+    kl_PL = settings.over_vocab(jax.lax.psum, kl_PL)
     gradient_PLV = probs_PLV * (1 + ratio_PLV - kl_PL[..., None]) - probs_PLV[::-1]
     return kl_PL.reshape(-1), gradient_PLV.reshape(log_probs_LV.shape)
