@@ -34,10 +34,10 @@ class _Settings(NamedTuple):
     mesh: Mesh | None
     r_drop: float
     backend: str
-    vocab_shards: int = 1  # number of devices along ``tensor`` that share the vocabulary
+    vocab_shards: int = 1  # number of devices along ``tensor`` that shard the vocabulary
 
     def over_vocab(self, reduce: Callable[..., Any], x: Any) -> Any:
-        """Reduce over the devices that share the vocabulary."""
+        """Reduce over the devices that shard the vocabulary."""
         return reduce(x, "tensor") if self.vocab_shards > 1 else x
 
 
