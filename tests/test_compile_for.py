@@ -161,11 +161,13 @@ def test_eight_gpus_exchange_parameters_and_gradients_once(h200, mesh):
         assert summed == pytest.approx((4 * matrix + 2 * kernels) / 1e6, abs=few)
         assert found["all-reduce f32"]["mb"] == pytest.approx(4 * matrix / 1e6, abs=few)
         return
-    # along ``tensor``, the results of five sublayers, and the gradients of their six inputs
-    activations = (5 + 6) * 128 * 16 * 64 // mesh.fsdp if mesh.tensor > 1 else 0
-    assert summed == pytest.approx(2 * activations / 1e6, abs=few)
+    # along ``tensor``: in bfloat16, the results of five sublayers and the gradients of their six
+    # inputs and of the decoder output; in float32, two embeddings and the loss's three numbers
+    positions = 128 * 16 // mesh.fsdp if mesh.tensor > 1 else 0
+    activations = positions * (2 * (5 + 6 + 1) * 64 + 4 * (2 * 64 + 3))
+    assert summed == pytest.approx(activations / 1e6, abs=few)
     del found["all-reduce f32"], found["all-reduce bf16"], found["all-reduce s32"]
-    kernels //= mesh.tensor
+    matrix, kernels = matrix // mesh.tensor, kernels // mesh.tensor
     assert {name: figures["mb"] for name, figures in found.items()} == {
         "all-gather bf16": pytest.approx(2 * (matrix + kernels) / 1e6, abs=0.001),  # biases of F
         "reduce-scatter bf16": pytest.approx(2 * kernels / mesh.fsdp / 1e6),

@@ -14,6 +14,7 @@ from flax import nnx
 
 from benchmarks import hlo
 from benchmarks.compile_for import lowered_search
+from transformer_jax.decoding import scoring
 from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.sentences import Sentence
@@ -229,6 +230,22 @@ def test_devices_share_the_sentences(engine):
         sentences = SENTENCES[:count]
         assert tokens(search_together(each, sentences)) == tokens(engine.search(sentences))
         assert len(searched) == num_devices
+
+
+@pytest.mark.devices(3)
+@pytest.mark.cpu("other devices have their own memory")
+@pytest.mark.parametrize("program", ["engine", "scorer"])
+def test_cpu_devices_share_the_memory_of_the_weights(program, monkeypatch):
+    model, devices = make_model(0), jax.devices()[:3]
+    if program == "engine":
+        engines = [Engine(model, CONFIG, device=device) for device in devices]
+        held = [(each.parameters, each._weights) for each in engines]
+    else:
+        monkeypatch.setattr(scoring, "check_vocabulary", lambda *_: None)
+        held = scoring.Scorer(model, None, devices=devices)._parameters
+    for arrays in zip(*map(jax.tree.leaves, held), strict=True):
+        assert [x.devices() for x in arrays] == [{device} for device in devices]
+        assert len({x.unsafe_buffer_pointer() for x in arrays}) == 1
 
 
 @pytest.mark.devices(2)

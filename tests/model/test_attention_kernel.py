@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import chex
 import jax
@@ -15,6 +15,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from reference import against_reference, with_gradients
 
 from benchmarks.hlo import collectives
+from transformer_jax.decoding import scoring
+from transformer_jax.decoding.engine import Engine
+from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.devices.sharding import batch_sharding, make_mesh
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention import (
@@ -23,7 +26,8 @@ from transformer_jax.model.attention import (
     dot_product_attention,
 )
 from transformer_jax.model.attention_kernel import short_attention
-from transformer_jax.settings.config import MeshConfig
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.settings.config import DecodingConfig, MeshConfig, ModelConfig
 
 # T, S, d_k, d_v: powers of two, or lengths that leave a block partly empty
 SHAPES = [
@@ -92,7 +96,7 @@ def test_bfloat16_is_nearly_as_exact_as_the_reference_implementation() -> None:
     [(False, 16, False), (False, 32, True), (True, 16, True), (True, 32, False)],
 )
 def test_merged_projections_equal_separate_projections(
-    memory: bool, d_v: int, use_bias: bool, monkeypatch: pytest.MonkeyPatch
+    memory: bool, d_v: int, use_bias: bool
 ) -> None:
     """Results and gradients of self-attention and cross-attention."""
     layer = MultiHeadAttention(
@@ -103,12 +107,11 @@ def test_merged_projections_equal_separate_projections(
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((2, length, 32), np.float32) for length in (13, 21)[: 1 + memory]]
     mask = attention_mask(_packed(13), _packed(21) if memory else _packed(13))
-    kernel = partial(short_attention, interpret=True)
-    monkeypatch.setattr(attention_kernel, "short_attention", kernel)
 
     def merged(parameters: Any, *inputs: jax.Array) -> jax.Array:
         layer = nnx.merge(graph, parameters)
-        return layer.output(layer._merged(*inputs, mask))
+        arrays = layer.project(*inputs, packed=True)
+        return layer.output(short_attention(*arrays, mask, interpret=True))
 
     def separate(parameters: Any, *inputs: jax.Array) -> jax.Array:
         return nnx.merge(graph, parameters)(*inputs, mask_BHTS=mask)
@@ -203,13 +206,13 @@ def test_the_kernel_is_selected_for_bfloat16_without_attention_dropout() -> None
 def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> bool:
     """Check whether the kernel is selected for T, S, d_k, d_v with 2 rows and 2 heads."""
     T, S, d_k, d_v = shape
-    q, k, v = (
-        jax.ShapeDtypeStruct((2, length, 2, width), dtype)
-        for length, width in ((T, d_k), (S, d_k), (S, d_v))
+    mask_B1TS = jax.ShapeDtypeStruct((2, 1, T, S), bool) if mask else None
+    x_BTD = jax.ShapeDtypeStruct((2, T, 8), dtype)
+    query, value = (
+        SimpleNamespace(kernel=jax.ShapeDtypeStruct((8, 2, width), jnp.float32), dtype=dtype)
+        for width in (d_k, d_v)
     )
-    return attention_kernel.supports(
-        q, k, v, jax.ShapeDtypeStruct((2, 1, T, S), bool) if mask else None
-    )
+    return attention_kernel.supports(x_BTD, query, value, mask_B1TS)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -266,3 +269,22 @@ def test_cpu_computations_on_a_gpu_machine_do_not_change(monkeypatch: pytest.Mon
     monkeypatch.undo()
     for found, expected in zip(chosen, compute(), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("program", ["encoder of a search", "scorer"])
+def test_programs_of_one_device_use_the_kernel_beside_other_devices(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    config = ModelConfig(40, d_model=32, d_ff=32, num_heads=2, num_layers=1, dtype="bfloat16")
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    tokens = np.full((4, 24), 5, np.int32)
+    if program == "scorer":
+        monkeypatch.setattr(scoring, "check_vocabulary", lambda *_: None)
+        scorer: Any = Scorer(model, cast(Any, None))
+        assert _kernels(scorer._score_batch, scorer._parameters[0], tokens, tokens) > 0
+    else:
+        engine = Engine(model, DecodingConfig(batch_size=4))
+        start = partial(engine._search.start_cache, bucket=engine.buckets[0])
+        assert _kernels(start, engine._weights, tokens) == 1

@@ -1,6 +1,5 @@
 """Dropout: rate, mean and random bits."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from transformer_jax.errors import UserError
 from transformer_jax.model.dropout import DropoutKeys, dropout, kept
 from transformer_jax.model.layers import EncoderLayer
 from transformer_jax.settings.config import ModelConfig
@@ -77,11 +77,12 @@ def test_each_call_draws_a_new_mask_unless_the_rate_is_0() -> None:
 def test_invalid_random_keys(key: Any) -> None:
     config = ModelConfig(d_model=8, num_heads=2, d_ff=8)
     layer = EncoderLayer(config, rngs=nnx.Rngs(0))
-    for module in (partial(dropout, jnp.ones(3), 0.5), partial(layer, jnp.ones((1, 3, 8)), None)):
-        with pytest.raises(
-            TypeError, match="(invalid PRNG key data: .* Got 0|unexpected PRNG key type .*Rngs)"
-        ):
-            module(**{"key" if module.func is dropout else "dropout_key": key})
+    with pytest.raises(
+        TypeError, match="(invalid PRNG key data: .* Got 0|unexpected PRNG key type .*Rngs)"
+    ):
+        dropout(jnp.ones(3), 0.5, key)
+    with pytest.raises(UserError, match=r"(?s)dropout_key is .*; expected None or a "):
+        layer(jnp.ones((1, 3, 8)), None, dropout_key=key)
 
 
 def test_gradient_passes_where_the_mask_is_true() -> None:

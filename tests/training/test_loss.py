@@ -242,6 +242,51 @@ def test_rows_on_several_devices_change_nothing(r_drop: float) -> None:
     assert not any("all-reduce" in part or "all-gather" in part for part in chunk)
 
 
+@pytest.mark.devices(8)
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    ("mesh", "vocab_size"),
+    [(MeshConfig(tensor=8), 1000), (MeshConfig(2, 2, 2), 1000), (MeshConfig(tensor=8), 1001)],
+    ids=str,
+)
+def test_devices_along_tensor_share_the_vocabulary(mesh: MeshConfig, vocab_size: int) -> None:
+    """They compute different logits: same sums and gradients with less memory. If the number of
+    devices does not divide the vocabulary, each device computes all logits.
+    """
+    devices, hidden = make_mesh(mesh), _normal(1, 8, 32, D)
+    matrix, bias = _normal(2, vocab_size, D), _normal(3, vocab_size)
+    target = _tokens(4, 8, 32, high=vocab_size)
+    target[1::2] = target[::2]
+
+    def compiled(mesh: Mesh | None, r_drop: float) -> tuple[Any, jax.stages.Compiled]:
+        def loss(h: jax.Array, m: jax.Array, b: jax.Array, t: jax.Array) -> Any:
+            sums = smoothed_cross_entropy(h, m, t, bias_V=b, mesh=mesh, r_drop=r_drop)
+            return sums.loss, sums
+
+        inputs: Any = hidden, matrix, bias, target
+        if mesh is not None:
+            rows, everywhere = batch_sharding(mesh), replicated(mesh)
+            inputs = jax.device_put(inputs, (rows, everywhere, everywhere, rows))
+        function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+        return inputs, function.lower(*inputs).compile()
+
+    for r_drop in (0.0, 3.0):
+        inputs, alone = compiled(None, r_drop)
+        spread, together = compiled(devices, r_drop)
+        found, expected = together(*spread), alone(*inputs)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+        outside = target.copy()
+        outside[0, 0] = vocab_size
+        (loss, _), _ = together(*spread[:3], jax.device_put(outside, spread[3].sharding))
+        assert np.isnan(loss)
+    width = vocab_size // (1 if vocab_size % mesh.tensor else mesh.tensor)
+    widths = set(map(int, re.findall(r"f32\[\d+,(\d+)\]", together.as_text())))
+    assert {width, vocab_size} & widths == {width}
+    logits_in_memory = together.memory_analysis().temp_size_in_bytes / (4 * target.size * width)
+    assert logits_in_memory * mesh.data * mesh.fsdp < 8
+
+
 @pytest.mark.cpu("on a GPU, cuBLAS has a workspace of 34 MB")
 def test_temporaries_need_an_eighth_of_the_memory_of_all_logits() -> None:
     vocab_size, d_model, tokens = 8000, 32, (64, 32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import jax
+import numpy as np
 
 from transformer_jax.devices.machine import find_devices, num_cores
 
@@ -23,3 +25,10 @@ def devices_for_rows(rows: int) -> list[jax.Device]:
         jax.config.update("jax_num_cpu_devices", min(most, num_cores()))
     devices = find_devices()
     return devices[: most if devices[0].platform == "cpu" else rows]
+
+
+def on_device(arrays: Any, device: jax.Device | None) -> Any:
+    """Put arrays on a device. CPU devices share the memory of JAX's arrays."""
+    if device is not None and device.platform == "cpu":
+        arrays = jax.tree.map(np.asarray, arrays)
+    return jax.device_put(arrays, device)

@@ -22,12 +22,14 @@ from transformer_jax.decoding.continuous_batching import (
     admit_and_decode,
     resized,
 )
+from transformer_jax.decoding.devices import on_device
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_block, make_buckets
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Method, SearchResult, results
 from transformer_jax.decoding.sentences import Hypothesis, Sentence
 from transformer_jax.errors import UserError
+from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -66,8 +68,10 @@ class _Search(NamedTuple):
     ) -> Any:
         """Encode sources and build their KV cache, by default without target positions."""
         model: Any = nnx.merge(self.graph, weights)
+        with on_one_device():
+            memory_BSD = model.encode(source_BS)
         return model.start_cache(
-            model.encode(source_BS),
+            memory_BSD,
             source_BS != PAD_ID,
             beam_size=self.method.beam_size,
             max_length=max_length,
@@ -190,7 +194,7 @@ class Engine:
         if isinstance(parameters, nnx.State):
             parameters = nnx.to_pure_dict(parameters)
         # Transfer once, not in every search.
-        self._parameters = jax.device_put(parameters, self._device)
+        self._parameters = on_device(parameters, self._device)
         self._weights = {}
         if parameters:
             graph, weights = nnx.split(with_cast_weights(self.model), nnx.Param)

@@ -15,12 +15,14 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.alignment import alignment
+from transformer_jax.decoding.devices import on_device
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.decoding.records import Translation, blocks, check_text
 from transformer_jax.decoding.search import length_divisor
 from transformer_jax.decoding.trained_models import check_vocabulary
 from transformer_jax.errors import UserError
+from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
@@ -65,7 +67,7 @@ class Scorer:
         models = model.models if isinstance(model, Ensemble) else [model]
         self._layers = min(each.config.decoder_layers for each in models)
         self._graph, parameters = nnx.split(model, nnx.Param)
-        self._parameters = [jax.device_put(parameters, device) for device in devices or [None]]
+        self._parameters = [on_device(parameters, device) for device in devices or [None]]
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
@@ -193,7 +195,9 @@ class Scorer:
             "Compiling the scoring function for %d pairs of up to %d tokens.", *source_BS.shape
         )
         model = nnx.merge(self._graph, parameters)
-        return _label_log_probs(model, model.hidden(source_BS, target_BT), target_BT)
+        with on_one_device():
+            hidden = model.hidden(source_BS, target_BT)
+        return _label_log_probs(model, hidden, target_BT)
 
     def _align_batch(
         self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array, *, layer: int

@@ -1,10 +1,11 @@
 """Device mesh, and sharding of parameters and batches over it.
 
 Mesh axes: ``data`` splits the batch; ``fsdp`` splits the batch and every large parameter with its
-optimizer state; ``tensor`` splits heads and d_ff. The computation is the same on any mesh; XLA adds
-the communication. During a step, parameters are all-gathered along ``fsdp`` in the data type of
-matmuls (``all_gathered``), and gradients are reduce-scattered (``reduce_scattered``). Otherwise,
-XLA would also shard the layers' computation along ``fsdp`` and communicate activations.
+optimizer state; ``tensor`` splits heads, d_ff and the vocabulary. The computation is the same on
+any mesh; XLA adds the communication. During a step, parameters are all-gathered along ``fsdp`` in
+the data type of matmuls (``all_gathered``), and gradients are reduce-scattered
+(``reduce_scattered``). Otherwise, XLA would also shard the layers' computation along ``fsdp`` and
+communicate activations.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _RULES = {
     "attention.output.kernel": PartitionSpec("tensor", None, "fsdp"),  # [H, K, D]
     "(inner|gate).kernel": PartitionSpec("fsdp", "tensor"),  # [D, F]
     "feed_forward.output.kernel": PartitionSpec("tensor", "fsdp"),  # [F, D]
-    "matrix": PartitionSpec(None, "fsdp"),  # [V, D]: embeddings, softmax; [L, D]: learned positions
+    "position_matrix": PartitionSpec(None, "fsdp"),  # [L, D]
+    # [V, D]: embeddings, softmax. If ``tensor`` does not divide V, they are not sharded along it.
+    "matrix": PartitionSpec("tensor", "fsdp"),
 }
 
 
@@ -173,6 +176,8 @@ def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> Name
     name = parameter_name(path)
     for end, spec in _RULES.items():
         if re.search(rf"(^|[._]){end}$", name) and len(spec) == len(shape):
+            if end == "matrix" and shape[0] % mesh.shape["tensor"]:
+                spec = PartitionSpec(None, "fsdp")
             for axis, size in zip(spec, shape, strict=True):
                 if axis is not None and size % mesh.shape[axis]:
                     divided = "num_heads and model.d_ff" if axis == "tensor" else "d_model"

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax.errors import UserError
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
+from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 
 
+@checked
 def attention_mask(
     query_segments_BT: jax.Array,
     key_segments_BS: jax.Array,
@@ -46,6 +47,7 @@ def attention_mask(
     return mask_BTS[:, None]
 
 
+@checked
 @jax.named_scope("dot_product_attention")
 def dot_product_attention(
     q_BTHK: jax.Array,
@@ -66,14 +68,8 @@ def dot_product_attention(
         ``nnx.Intermediate`` named ``weights``; None: do not sow them.
 
     Raises:
-      UserError: the mask is not bool or does not have four axes.
+      UserError: the mask is not bool, or an array does not have four axes.
     """
-    if mask_BHTS is not None and (mask_BHTS.dtype != jnp.bool_ or mask_BHTS.ndim != 4):
-        raise UserError(
-            f"The attention mask is {mask_BHTS.dtype} with {mask_BHTS.ndim} axes; expected bool "
-            "[B, H, T, S], True where attention is allowed (B, H and T may be 1). Convert a "
-            "[B, T, S] mask of zeros and ones with mask[:, None] != 0."
-        )
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     if mask_BHTS is not None:
@@ -151,10 +147,11 @@ class MultiHeadAttention(nnx.Module):
         self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.value = projection("BLD,DHK->BLHK", (d_model, num_heads, d_v))
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
-        self.merged: Projection | None = nnx.data(None)  # see ``merge_projections``
+        self.qkv: Projection | None = nnx.data(None)  # see ``merge_projections``
         self.dropout = dropout
         self.sow_weights = False
 
+    @checked
     @jax.named_scope("attention")
     def __call__(
         self,
@@ -171,49 +168,50 @@ class MultiHeadAttention(nnx.Module):
         """
         inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
 
-        def plain(*inputs_and_mask: Any) -> jax.Array:
+        def reference(*inputs_and_mask: Any) -> jax.Array:
             *inputs, mask_BHTS = inputs_and_mask
+            q_BTHK, k_BSHK, v_BSHK = self.project(*inputs)
             return dot_product_attention(
-                *self._projected(*inputs),
+                q_BTHK,
+                k_BSHK,
+                v_BSHK,
                 mask_BHTS,
                 dropout_rate=self.dropout,
                 dropout_key=dropout_key,
                 module=self if self.sow_weights else None,
             )
 
-        dropped = self.dropout > 0 and dropout_key is not None
-        q, k, v = jax.eval_shape(self._projected, *inputs)
-        if dropped or self.sow_weights or not attention_kernel.supports(q, k, v, mask_BHTS):
-            return self.output(plain(*inputs, mask_BHTS))
-        out_BTHK = jax.lax.platform_dependent(*inputs, mask_BHTS, cuda=self._merged, default=plain)
-        return self.output(out_BTHK)
+        def kernel(*inputs_and_mask: Any) -> jax.Array:
+            *inputs, mask_BHTS = inputs_and_mask
+            arrays = self.project(*inputs, packed=True)
+            return attention_kernel.short_attention(*arrays, mask_BHTS)
 
-    def _projected(self, *inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Queries come last: gradients are summed in reverse order, which affects rounding.
-        k_BSHK, v_BSHK = self.keys_values(inputs[-1])
-        return self.query(inputs[0]), k_BSHK, v_BSHK
+        plain = self.sow_weights or (self.dropout > 0 and dropout_key is not None)
+        if plain or not attention_kernel.supports(query_BTD, self.query, self.value, mask_BHTS):
+            return self.output(reference(*inputs, mask_BHTS))
+        platforms = {"cuda": kernel, "default": reference}
+        return self.output(jax.lax.platform_dependent(*inputs, mask_BHTS, **platforms))
 
-    def _merged(self, *inputs_and_mask: Any) -> jax.Array:
-        """Attend with the fused kernel, using one matmul for all projections of each input."""
-        *inputs, mask_BHTS = inputs_and_mask
-        if self.key.kernel.shape != self.value.kernel.shape:
-            arrays: tuple[jax.Array, ...] = self._projected(*inputs)
-        elif len(inputs) == 1:
-            arrays = (merge(self.query, self.key, self.value)(inputs[0]),)
-        else:
-            arrays = self.query(inputs[0]), merge(self.key, self.value)(inputs[1])
-        return attention_kernel.short_attention(*arrays, mask_BHTS)
+    def project(
+        self, query_BTD: jax.Array, memory_BSD: jax.Array | None = None, *, packed: bool = False
+    ) -> tuple[jax.Array, ...]:
+        """Project to queries, and the memory (None: ``query_BTD``) to keys and values.
+
+        ``packed`` computes one matmul for each input, if keys and values are equally wide, for
+        kernels that read its result in place (``gpu.split_qkv``).
+        """
+        if not packed or self.key.kernel.shape != self.value.kernel.shape:
+            # Queries come last: gradients are summed in reverse order, which affects rounding.
+            k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)
+            return self.query(query_BTD), k_BSHK, v_BSHK
+        if memory_BSD is None:
+            return ((self.qkv or merge(self.query, self.key, self.value))(query_BTD),)
+        return self.query(query_BTD), merge(self.key, self.value)(memory_BSD)
 
     def merge_projections(self) -> None:
-        """Let ``projected`` compute one matmul, with weights that are merged here."""
+        """Merge the weights for ``project``, to avoid merging them in each decoding step."""
         if self.key.kernel.shape == self.value.kernel.shape:
-            self.merged = merge(self.query, self.key, self.value)
-
-    def projected(self, x_BLD: jax.Array) -> tuple[jax.Array, ...]:
-        """Project to queries, keys and values, merged into one array or not."""
-        if self.merged is not None:
-            return (self.merged(x_BLD),)
-        return self._projected(x_BLD)
+            self.qkv = merge(self.query, self.key, self.value)
 
     def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Project the memory to keys and values, both [B, S, H, K], for the KV cache."""

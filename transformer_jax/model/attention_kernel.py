@@ -18,26 +18,28 @@ from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
 from transformer_jax.devices.sharding import BATCH_AXES
-from transformer_jax.model.gpu import load, parts, runs_kernels, sharded, splits, store
+from transformer_jax.model.gpu import load, runs_kernels, sharded, split_qkv, splits, store
 
 # Score of a masked position. It is finite, so a fully masked row (padding) does not become NaN.
 MASKED = -1e30
 
 
-def supports(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
+def supports(x_BTD: jax.Array, query: Any, value: Any, mask_BHTS: Any) -> bool:
     """Return True if ``short_attention`` is faster than attention compiled by XLA.
 
     It is faster on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention
-    is not an option, because its gradients are wrong for fully masked queries (padding).
+    is not an option, because its gradients are wrong for fully masked queries (padding). ``query``
+    projects x to queries, and ``value`` projects to values.
     """
-    (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
+    (B, T, _), (_, H, d_k) = x_BTD.shape, query.kernel.shape
     return (
         runs_kernels()
         and splits(B, H)
-        and all(x.dtype == jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
-        and getattr(mask_BHTS, "shape", None) == (B, 1, T, S)
-        and max(T, S) <= 64
-        and widths <= {16, 32, 64, 128}
+        and query.dtype == jnp.bfloat16
+        and mask_BHTS is not None
+        and mask_BHTS.shape[:3] == (B, 1, T)
+        and max(mask_BHTS.shape[2:]) <= 64
+        and {d_k, value.kernel.shape[2]} <= {16, 32, 64, 128}
     )
 
 
@@ -45,9 +47,9 @@ def supports(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
 def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Array:
     """Compute fused attention over up to 128 tokens. K must be a power of two, at least 16.
 
-    One to three arrays [B, L, H, K] hold queries, keys and values (``gpu.parts``). Their gradients
-    have the same layout. The last argument is the mask. Each device in the training step's mesh
-    computes its own rows and heads. ``interpret`` runs the kernels on any device.
+    One to three arrays [B, L, H, K] hold queries, keys and values (``gpu.split_qkv``). Their
+    gradients have the same layout. The last argument is the mask. Each device in the training
+    step's mesh computes its own rows and heads. ``interpret`` runs the kernels on any device.
     """
     rows, heads = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, None, "tensor")
     mesh, specs = jax.sharding.get_abstract_mesh(), (*[heads] * (len(arrays_and_mask) - 1), rows)
@@ -58,7 +60,7 @@ def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Array
 @partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
 def _attention(interpret: bool, *arrays_and_mask: Any) -> jax.Array:
     *arrays, mask_B1TS = arrays_and_mask
-    inputs = parts(arrays)
+    inputs = split_qkv(arrays)
     v, _, width = inputs[2]
     out = jax.ShapeDtypeStruct((*arrays[0].shape[:3], width), v.dtype)
     return _call(_forward_kernel, inputs, mask_B1TS, [out], interpret)[0]
@@ -68,7 +70,7 @@ def _attention(interpret: bool, *arrays_and_mask: Any) -> jax.Array:
 def _backward(interpret: bool, residuals: Any, d_out_BTHK: jax.Array) -> tuple[Any, ...]:
     *arrays, mask_B1TS = residuals
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    inputs = [*parts(arrays), (d_out_BTHK, 0, d_out_BTHK.shape[3])]
+    inputs = [*split_qkv(arrays), (d_out_BTHK, 0, d_out_BTHK.shape[3])]
     return *_call(_backward_kernel, inputs, mask_B1TS, outs, interpret), None
 
 
@@ -110,7 +112,7 @@ def _forward_kernel(T: int, S: int, mask_ref: Any, *refs: Any) -> None:
 def _backward_kernel(T: int, S: int, mask_ref: Any, *refs: Any) -> None:
     q_TK, k_SK, v_SK, d_out_TK = map(_load, refs, (T, S, S, T))
     weights_TS, allowed_TS = _weights(q_TK, k_SK, mask_ref, T, S)
-    d_q, d_k, d_v = parts(refs[4:])
+    d_q, d_k, d_v = split_qkv(refs[4:])
     _store(d_v, _dot(weights_TS.astype(v_SK.dtype), d_out_TK, (0, 0)), S)
     d_weights_TS = _dot(d_out_TK, v_SK, (1, 1))
     mean_T = (weights_TS * d_weights_TS).sum(axis=1)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from transformer_jax.model.attention_kernel import MASKED
-from transformer_jax.model.gpu import parts, runs_kernels
+from transformer_jax.model.gpu import runs_kernels, split_qkv
 
 POSITIONS = 16  # positions per iteration; divides the number of positions in a cache
 
@@ -44,7 +44,7 @@ def attend_to_history(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Attend from each hypothesis to its history and its newest token. Returns [B, W, H, K].
 
-    One to three arrays hold the newest queries, keys and values (``gpu.parts``). Also returns
+    One to three arrays hold the newest queries, keys and values (``gpu.split_qkv``). Also returns
     ``history``, keys and values [B, H, T * W, K], with the newest ones written in place.
     ``interpret`` runs the kernel on any device.
     """
@@ -67,7 +67,7 @@ def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool
     """Run one program per sentence and head. Returns [B, W, H, K] and the updated caches."""
     (B, W, H, width), K = arrays[0].shape, caches[1].shape[3]
     out = jax.ShapeDtypeStruct((B, W, H, K), arrays[0].dtype)
-    beams = parts(arrays) if kernel is _history_kernel else [(*arrays, 0, width)]
+    beams = split_qkv(arrays) if kernel is _history_kernel else [(*arrays, 0, width)]
     written = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches[: len(beams) - 1]]
 
     def of_sentence(x: Any) -> pl.BlockSpec:

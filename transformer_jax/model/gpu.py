@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from transformer_jax.model.dropout import threshold
 
@@ -32,6 +33,7 @@ def splits(rows: int, heads: int = 0) -> bool:
     """Return True if rows and heads divide evenly over the devices of a training step.
 
     Returns False if the sharding is unknown, because XLA would then all-gather a kernel's inputs.
+    Programs for one of several devices are traced in ``on_one_device``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.shape:
@@ -39,6 +41,16 @@ def splits(rows: int, heads: int = 0) -> bool:
     if "tensor" not in mesh.shape:
         return False
     return rows % row_shards(mesh) == 0 == heads % mesh.shape["tensor"]
+
+
+def on_one_device() -> AbstractContextManager[Any]:
+    """Context manager for tracing a program for one device, so that ``splits`` knows it.
+
+    JAX may have more devices that run the same program on their own.
+    """
+    axes = ("data", "fsdp", "tensor")
+    mesh = jax.sharding.get_abstract_mesh().update((1, 1, 1), axes, (AxisType.Auto,) * 3)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def row_shards(mesh: AbstractMesh) -> int:
@@ -55,11 +67,12 @@ def sharded(
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
 
 
-def parts(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
+def split_qkv(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
     """Return queries, keys and values, each as its array, number and width.
 
-    One to three arrays hold them in this order. Parts of one array are equally wide and lie side by
-    side in its last axis.
+    The arrays are results of matmuls: one of queries, keys and values, or one of queries and one of
+    keys and values, or three. A matmul's results are equally wide and lie side by side in the last
+    axis. Kernels read them there, because splitting the array would copy it.
     """
     counts = {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(arrays)]
     return [(x, i, x.shape[-1] // n) for x, n in zip(arrays, counts, strict=True) for i in range(n)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,36 @@ from flax import struct
 
 from transformer_jax.model import decode_kernel
 from transformer_jax.model.attention_kernel import MASKED
-from transformer_jax.model.gpu import parts
+from transformer_jax.model.gpu import split_qkv
 
 _NOT_WRITTEN = -1
-# End positions of the blocks (self-attention, cross-attention). Blocks after position 64 are as
-# long as all earlier blocks together, because skipping a block also takes time. GPUs use a single
-# block.
-_LONG = [64 << i for i in range(20)]
-_ENDS = {
-    "cpu": ([16, 32, 48, *_LONG], [32, *_LONG]),
-    "tpu": (_LONG, _LONG),
-    "gpu": ([], []),
+_LONG = tuple(64 << i for i in range(20))
+
+
+class CacheLayout(NamedTuple):
+    """Layout of keys and values in the cache. The default is [B, H, L, K] in a single block.
+
+    L counts slots: S, or T * W in a history.
+    """
+
+    history_ends: tuple[int, ...] = ()
+    """End positions of the blocks. Blocks after position 64 are as long as all earlier blocks
+    together, because skipping a block also takes time."""
+    source_ends: tuple[int, ...] = ()
+    key_axes: str = "BHLK"
+    """Axes of keys, as in an einsum."""
+    joins_heads: bool = False
+    """Heads lie side by side, [B, 1, L, H * K]."""
+
+
+_LAYOUTS = {
+    # Matmuls are fastest without transposes.
+    "cpu": CacheLayout((16, 32, 48, *_LONG), (32, *_LONG), key_axes="BHKL"),
+    # XLA would pad a narrow last axis to 128.
+    "tpu": CacheLayout(_LONG, _LONG, joins_heads=True),
+    "gpu": CacheLayout(),
 }
-# Keys and values of consecutive positions, [B, H, L, K] each. L counts slots: S, or T * W in a
-# history. On CPUs, keys are [B, H, K, L], because matmuls are fastest without transposes. On TPUs,
-# heads lie side by side, [B, 1, L, H * K], because XLA would pad a narrow last axis to 128.
+# Keys and values of consecutive positions.
 Block = tuple[jax.Array, jax.Array]
 
 
@@ -50,7 +65,7 @@ class DecoderCache:
     source_mask_BS: jax.Array  # True for real source tokens
     ancestors_BWT: jax.Array  # int32; -1: not written
     position_B: jax.Array  # int32: number of tokens processed so far
-    keys_transposed: bool = struct.field(pytree_node=False)  # keys are [B, H, K, L]
+    layout: CacheLayout = struct.field(pytree_node=False)
 
     def reorder(self, parents_BW: jax.Array) -> DecoderCache:
         """Let beam w continue beam ``parents_BW[b, w]``."""
@@ -92,11 +107,6 @@ class DecoderCache:
         layers = zip(self.history, self.source, strict=True)
         return [LayerAttention(self, visible_B1WL, *each) for each in layers]
 
-    @property
-    def key_axes(self) -> str:
-        """Axes of keys, as in an einsum."""
-        return "BHKL" if self.keys_transposed else "BHLK"
-
     def written(self, blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
         """Write the newest keys and values, [B, W, H, K], into a layer's history.
 
@@ -114,7 +124,7 @@ class DecoderCache:
             # slots of other blocks are out of bounds and dropped
             inside_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
             at = rows_B1, every, inside_BW
-            at_keys = (rows_B1, every, every, inside_BW) if self.keys_transposed else at
+            at_keys = (rows_B1, every, every, inside_BW) if self.layout.key_axes == "BHKL" else at
             k = k.at[at_keys].set(newest_keys, mode="drop")
             v = v.at[at].set(newest_values, mode="drop")
             written.append((k, v))
@@ -151,17 +161,17 @@ class LayerAttention:
     def to_history(self, *arrays_BWHK: jax.Array) -> jax.Array:
         """Attend from the newest tokens to the cached tokens and to themselves.
 
-        One to three arrays hold queries, keys and values (``gpu.parts``).
+        One to three arrays hold queries, keys and values (``gpu.split_qkv``).
         """
         q_BWHK, k_BWHK, v_BWHK = (
-            x[..., i * width : (i + 1) * width] for x, i, width in parts(arrays_BWHK)
+            x[..., i * width : (i + 1) * width] for x, i, width in split_qkv(arrays_BWHK)
         )
         shape = *q_BWHK.shape[:2], self.history[0][1].shape[1], -1
         self.own = own = k_BWHK.reshape(shape), v_BWHK.reshape(shape)
         cache = self.cache
 
         def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, blocks, cache.key_axes, self.visible_B1WL, own)
+            return _attend_to_blocks(q_BWHK, blocks, cache.layout.key_axes, self.visible_B1WL, own)
 
         def plain_step(block: Block) -> Any:
             return plain(block), *cache.written([block], own)
@@ -179,10 +189,9 @@ class LayerAttention:
 
     def to_source(self, q_BWHK: jax.Array) -> jax.Array:
         """Attend from the newest tokens to the source."""
-        mask_BS = self.cache.source_mask_BS
+        mask_BS, key_axes = self.cache.source_mask_BS, self.cache.layout.key_axes
 
         def plain(*blocks: Block) -> jax.Array:
-            key_axes = self.cache.key_axes
             return _attend_to_blocks(q_BWHK, blocks, key_axes, mask_BS[:, None, None])
 
         def kernel(block: Block) -> jax.Array:
@@ -211,25 +220,24 @@ def empty_cache(
     batch, length = source_mask_BS.shape
     multiple = decode_kernel.POSITIONS
     S, T = (-(-n // multiple) * multiple for n in (max(length, source_capacity), max_length))
-    ends_T, ends_S = _ENDS[jax.default_backend()]
-    keys_transposed = jax.default_backend() == "cpu"
-    if jax.default_backend() == "tpu":
+    layout = _LAYOUTS[jax.default_backend()]
+    if layout.joins_heads:
         cross = jax.tree.map(lambda x: x.reshape(batch, length, 1, -1), cross)
 
     def of_source(x_BSHK: jax.Array) -> list[jax.Array]:
         padding = (0, 0), (0, 0), (0, S - length), (0, 0)
         x_BHSK = jnp.pad(x_BSHK.swapaxes(1, 2), padding)
-        return jnp.split(x_BHSK, [n for n in ends_S if n < S], axis=2)
+        return jnp.split(x_BHSK, [n for n in layout.source_ends if n < S], axis=2)
 
     def of_history(x_BSHK: jax.Array) -> list[jax.Array]:
         B, _, H, K = x_BSHK.shape
         slots_BHLK = jnp.zeros((B, H, T * beam_size, K), x_BSHK.dtype)
-        return jnp.split(slots_BHLK, [n * beam_size for n in ends_T if n < T], axis=2)
+        return jnp.split(slots_BHLK, [n * beam_size for n in layout.history_ends if n < T], axis=2)
 
     def blocks(of: Callable[[jax.Array], list[jax.Array]]) -> tuple[tuple[Block, ...], ...]:
         layers = [zip(*map(of, layer), strict=True) for layer in cross]
         return tuple(
-            tuple((k.swapaxes(2, 3) if keys_transposed else k, v) for k, v in layer)
+            tuple((jnp.einsum(f"BHLK->{layout.key_axes}", k), v) for k, v in layer)
             for layer in layers
         )
 
@@ -239,7 +247,7 @@ def empty_cache(
         source_mask_BS=jnp.pad(source_mask_BS, ((0, 0), (0, S - length))),
         ancestors_BWT=jnp.full((batch, beam_size, T), _NOT_WRITTEN, jnp.int32),
         position_B=jnp.zeros(batch, jnp.int32),
-        keys_transposed=keys_transposed,
+        layout=layout,
     )
 
 

@@ -12,9 +12,11 @@ from flax import nnx
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
+from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.norms import Residual
 from transformer_jax.model.positions import sinusoidal_positions
+from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
 
 
@@ -28,7 +30,8 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
 class Embedding(nnx.Module):
     """Token embeddings times sqrt(d_model), plus positional encodings (sections 3.4 and 3.5)."""
 
-    def __init__(self, vocab_size: int, config: ModelConfig, *, rngs: nnx.Rngs):
+    @checked
+    def __init__(self, vocab_size: Positive, config: ModelConfig, *, rngs: nnx.Rngs):
         """Initialize the matrices from N(0, d_model^-1). The token matrix is [V, D]."""
         self.matrix = embedding_matrix(vocab_size, config.d_model, rngs)
         self.position_matrix = (
@@ -38,6 +41,7 @@ class Embedding(nnx.Module):
         )
         self.dtype = compute_dtype(config)
 
+    @checked
     @jax.named_scope("embedding")
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
@@ -115,6 +119,7 @@ class FeedForward(nnx.Module):
         self.activation = config.activation
         self.dropout = config.feed_forward_dropout
 
+    @checked
     @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: jax.Array, *, dropout_key: DropoutKey = None) -> jax.Array:
         """Apply the network at every position. Returns [B, L, D]."""
@@ -149,6 +154,7 @@ class EncoderLayer(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
 
+    @checked
     def __call__(
         self,
         x_BSD: jax.Array,
@@ -179,6 +185,7 @@ class DecoderLayer(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
 
+    @checked
     def __call__(
         self,
         x_BTD: jax.Array,
@@ -200,7 +207,8 @@ class DecoderLayer(nnx.Module):
             attention = self.self_attention
             if cache is None:
                 return attention(y_BTD, None, self_mask_BHTT, dropout_key=keys)
-            return attention.output(cache.to_history(*attention.projected(y_BTD)))
+            arrays = attention.project(y_BTD, packed=runs_kernels())
+            return attention.output(cache.to_history(*arrays))
 
         def attend_to_memory(y_BTD: jax.Array) -> jax.Array:
             attention = self.cross_attention

@@ -12,6 +12,7 @@ from flax import nnx
 
 from transformer_jax.model.attention import Projection, attention_mask
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
+from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
 from transformer_jax.model.layers import (
     DecoderLayer,
@@ -22,6 +23,7 @@ from transformer_jax.model.layers import (
 )
 from transformer_jax.model.norms import make_norm
 from transformer_jax.model.positions import segment_positions
+from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 from transformer_jax.tokenization.special_ids import BOS_ID, PAD_ID
 
@@ -44,6 +46,7 @@ class _Stack(nnx.Module):
         self.final_norm = make_norm(config) if config.has_final_norm else None
         self.remat = config.remat
 
+    @checked
     def __call__(
         self,
         x_BLD: jax.Array,
@@ -127,6 +130,7 @@ class Transformer(nnx.Module):
         """
         return self.logits(self.hidden(source_BS, target_BT, **options))
 
+    @checked
     def hidden(
         self,
         source_BS: jax.Array,
@@ -161,6 +165,7 @@ class Transformer(nnx.Module):
             dropout_key=keys,
         )
 
+    @checked
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
         """Compute attention weights of all layers and heads, one sentence per row, without dropout.
 
@@ -186,6 +191,7 @@ class Transformer(nnx.Module):
         """Compute a decoder layer's cross-attention weights [B, T, S], averaged over heads."""
         return self.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
 
+    @checked
     def encode(
         self,
         source_BS: jax.Array,
@@ -222,6 +228,7 @@ class Transformer(nnx.Module):
         x_BLD = embedding(tokens_BL, positions_BL, num_positions=num_positions)
         return dropout(x_BLD, self.config.dropout, keys)
 
+    @checked
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Compute logits of the next token, float32 [B, T, V]."""
         matrix_VD = self.output_matrix_VD.astype(hidden_BTD.dtype)
@@ -231,6 +238,7 @@ class Transformer(nnx.Module):
         bias_V = self.output_bias_V
         return logits_BTV if bias_V is None else logits_BTV + bias_V[None, None]
 
+    @checked
     def start_cache(
         self,
         memory_BSD: jax.Array,
@@ -259,6 +267,7 @@ class Transformer(nnx.Module):
         """Compute each decoder layer's cross-attention keys and values, both [B, S, H, K]."""
         return [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers]
 
+    @checked
     def decode_step(
         self, tokens_BW: jax.Array, cache: DecoderCache
     ) -> tuple[jax.Array, DecoderCache]:
@@ -313,7 +322,7 @@ def with_cast_weights(model: M) -> M:
                     parameter.set_value(parameter[...].astype(module.dtype))
     for module in modules:
         if isinstance(module, Transformer):
-            if jax.default_backend() == "gpu":  # its decoding kernel reads merged projections
+            if runs_kernels():  # the decoding kernel reads merged projections
                 for layer in module.decoder.layers:
                     layer.self_attention.merge_projections()
             matrix_VD = module.output_matrix_VD.astype(compute_dtype(module.config))

@@ -1,12 +1,15 @@
-"""Validation of settings against the ranges in their field types."""
+"""Validation of settings and arguments against the ranges in their types."""
 
 from __future__ import annotations
 
+import inspect
 import operator
+import re
 import types
 import typing
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Annotated, Any, Literal, TypeVar
 
 from transformer_jax.errors import UserError, short_repr
 
@@ -21,6 +24,10 @@ NonNegative = Annotated[float, lambda x: x >= 0, "0 or more"]
 Fraction = Annotated[float, lambda x: 0 <= x < 1, "a value in [0, 1)"]
 PositiveFraction = Annotated[float, lambda x: 0 < x <= 1, "a value in (0, 1]"]
 LineLength = Annotated[int, lambda n: 3 <= n <= 2**16, "a number from 3 to 65,536"]
+
+# Dtypes of arrays by name. Segment ids can also be bool.
+_DTYPES = {"mask": "bool", "source|target|tokens|segments|positions": "integer"}
+F = TypeVar("F", bound=Callable[..., Any])
 
 Rule = tuple[str, bool, str]
 """A constraint across fields: the field to report, the condition, the expectation."""
@@ -56,9 +63,46 @@ class Section:
         return UserError(f"{self._prefix}{name} is {value}; expected {expected}.")
 
 
+def checked(function: F) -> F:
+    """Decorate a public function to check its arrays, sizes and dropout keys.
+
+    The end of an array's name gives its axes. Masks are bool; token ids, segment ids and positions
+    are integers. A size has one of the types above. Raises ``UserError``.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if value is not None:
+                _check(name, value, signature.parameters[name].annotation)
+        return function(*args, **kwargs)
+
+    return typing.cast(F, checking)
+
+
+def _check(name: str, value: Any, annotation: str) -> None:
+    stem, _, axes = name.rpartition("_")
+    dtype = str(getattr(value, "dtype", ""))
+    if axes.isupper():
+        kind = next((kind for names, kind in _DTYPES.items() if re.search(names, stem)), "")
+        if dtype and len(axes) == value.ndim and (kind[:3] in dtype or dtype == "bool"):
+            return
+        given = f"{dtype} with {value.ndim} axes" if dtype else f"a {type(value).__name__}"
+        raise UserError(f"{stem} is {given}; expected {kind or 'an'} array [{', '.join(axes)}].")
+    expected = _expected(value, globals().get(annotation, Any))
+    is_key = type(value).__name__ == "DropoutKeys" or dtype.startswith(("key<", "uint32"))
+    if name == "dropout_key" and not is_key:
+        expected = "None or a random key, such as jax.random.key(0)"
+    if expected:
+        raise UserError(f"{name} is {short_repr(value)}; expected {expected}.")
+
+
 def _expected(value: Any, allowed: Any) -> str | None:
     """Return a description of the allowed values, or None if ``value`` is valid."""
     origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
+    if allowed is Any:
+        return None
     if origin is Annotated:
         kind, is_valid, words = arguments
         return _expected(value, kind) or (None if is_valid(value) else words)

@@ -434,7 +434,8 @@ class MeshConfig(Section, prefix="mesh."):
     fsdp: Positive = 1
     """FSDP: number of devices that split the batch, the parameters and the optimizer state."""
     tensor: Positive = 1
-    """Tensor parallelism: number of devices that split heads and d_ff."""
+    """Tensor parallelism: number of devices that split heads, d_ff and, if it divides evenly, the
+    vocabulary."""
     slices: Positive | None = None
     """Number of slices: groups of devices connected to each other only by a slow network. ``data``
     is split over slices first; ``fsdp`` and ``tensor`` stay within a slice. None: as reported by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
+from transformer_jax.settings.checks import Fraction, NonNegative, checked
 from transformer_jax.tokenization.special_ids import PAD_ID
 
 
@@ -32,6 +34,11 @@ class _Settings(NamedTuple):
     mesh: Mesh | None
     r_drop: float
     backend: str
+    vocab_shards: int = 1  # number of devices along ``tensor`` that shard the vocabulary
+
+    def over_vocab(self, reduce: Callable[..., Any], x: Any) -> Any:
+        """Reduce over the devices that shard the vocabulary."""
+        return reduce(x, "tensor") if self.vocab_shards > 1 else x
 
 
 # Differentiable inputs of the loss: hidden_BTD, matrix_VD, bias_V.
@@ -39,17 +46,18 @@ _Inputs = tuple[jax.Array, jax.Array, jax.Array | None]
 _MaxAndSum = tuple[jax.Array, jax.Array]
 
 
+@checked
 @jax.named_scope("loss")
 def smoothed_cross_entropy(
     hidden_BTD: jax.Array,
     matrix_VD: jax.Array,
     target_BT: jax.Array,
     *,
-    label_smoothing: float = 0.1,
+    label_smoothing: Fraction = 0.1,
     max_logits: int | None = None,
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
-    r_drop: float = 0.0,
+    r_drop: NonNegative = 0.0,
 ) -> LossSums:
     """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
@@ -68,8 +76,9 @@ def smoothed_cross_entropy(
         default.
       bias_V: optional softmax biases, float32.
       mesh: device mesh that shards the rows B along ``data`` and ``fsdp``; B must be divisible by
-        the number of shards. Loss sums and gradients of matrix and bias are summed over devices
-        after the last chunk.
+        the number of shards. Loss sums and gradients of matrix and bias are summed over these
+        devices after the last chunk. ``tensor`` shards the vocabulary if its size divides V:
+        each device computes its own logits, and communicates three numbers for each position.
       r_drop: alpha of R-Drop (Liang et al. 2021, equation 4). Above 0, rows 2i and 2i + 1 must be
         the same sentence pair with different dropout masks. ``loss`` then includes alpha / 2 (KL(p,
         q) + KL(q, p)) for their predictions p and q.
@@ -111,17 +120,23 @@ def _sums_and_gradients(
     if settings.mesh is None:
         return _on_device(settings, target_BT, inputs)
 
+    shards = settings.mesh.shape.get("tensor", 1)
+    if len(inputs[1]) % shards == 0:
+        settings = settings._replace(vocab_shards=shards)
+
     def on_each_device(target_BT: jax.Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
         sums, (d_hidden_BTD, *by_weights) = _on_device(settings, target_BT, inputs)
         by_weights = jax.tree.map(lambda x: x[None], by_weights)
         return jax.lax.psum(sums, BATCH_AXES), (d_hidden_BTD, *by_weights)
 
     rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
+    axis = "tensor" if settings.vocab_shards > 1 else None
+    vocab, by_vocab = PartitionSpec(axis), PartitionSpec(BATCH_AXES, axis)
     sums, (d_hidden_BTD, *by_weights) = jax.shard_map(
         on_each_device,
         mesh=settings.mesh,
-        in_specs=(rows, (rows, everywhere, everywhere)),
-        out_specs=(everywhere, rows),
+        in_specs=(rows, (rows, vocab, vocab)),
+        out_specs=(everywhere, (rows, by_vocab, by_vocab)),
         check_vma=False,
     )(target_BT, inputs)
     # XLA sums over devices, so it can first add each device's other gradients of a tied matrix.
@@ -140,7 +155,8 @@ def _on_device(
     rows, time = target_BT.shape
     count = rows // passes * time
     length = -(-count // _num_chunks(settings, target_BT.size, *matrix_VD.shape))
-    mean_D = weights_VD.astype(jnp.float32).mean(axis=0)
+    mean_D = settings.over_vocab(jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
+    bias_mean = None if bias_V is None else settings.over_vocab(jax.lax.pmean, bias_V.mean())
 
     def in_chunks(x: jax.Array) -> jax.Array:
         rest = x.shape[2:]
@@ -159,7 +175,7 @@ def _on_device(
         # not a matmul, because GPUs can round float32 matmuls
         mean_L = (hidden_LD * mean_D[None]).sum(axis=-1)
         if bias_V is not None:
-            logits_LV, mean_L = logits_LV + bias_V[None], mean_L + bias_V.mean()
+            logits_LV, mean_L = logits_LV + bias_V[None], mean_L + bias_mean
         new, d_logits_LV = _from_logits(settings, logits_LV, mean_L, target_L)
         sums = jax.tree.map(jnp.add, sums, new)
         if d_bias_V is not None:
@@ -178,7 +194,7 @@ def _on_device(
     hidden_CLD, from_chunks = jax.vjp(in_chunks, hidden_BTD)
     carry, d_hidden_CLD = jax.lax.scan(one_chunk, start, (hidden_CLD, in_chunks(target_BT)))
     sums, d_matrix_VD, d_bias_V = carry
-    [d_hidden_BTD] = from_chunks(d_hidden_CLD)
+    [d_hidden_BTD] = settings.over_vocab(jax.lax.psum, from_chunks(d_hidden_CLD))
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
@@ -205,14 +221,21 @@ def _from_logits(
     settings: _Settings, logits_LV: jax.Array, mean_L: jax.Array, target_L: jax.Array
 ) -> tuple[LossSums, jax.Array]:
     """Compute the loss sums of a chunk, and the gradient of ``loss`` with respect to its logits."""
-    epsilon, vocab_size = settings.label_smoothing, logits_LV.shape[-1]
+    epsilon, shard_size = settings.label_smoothing, logits_LV.shape[-1]
+    vocab_size = shard_size * settings.vocab_shards
     # The loss of an id outside the vocabulary is NaN; indices below 0 would count from the end.
     target_L = jnp.where(target_L < 0, jnp.int32(vocab_size), target_L)
     real_L = (target_L != PAD_ID).astype(jnp.float32)
-    top_L, log_total_L, probs_LV = _softmax(logits_LV, settings.backend)
-    label_L = jnp.take_along_axis(logits_LV, target_L[:, None], axis=-1)[:, 0]
+    top_L, log_total_L, probs_LV = _softmax(settings, logits_LV)
+    column_L = target_L
+    if settings.vocab_shards > 1:
+        column_L -= jax.lax.axis_index("tensor") * shard_size
+    label_L = jnp.take_along_axis(logits_LV, column_L[:, None], axis=-1)[:, 0]
+    if settings.vocab_shards > 1:  # each label is in one shard
+        is_here_L = (column_L >= 0) & (column_L < shard_size) | (target_L >= vocab_size)
+        label_L = jax.lax.psum(jnp.where(is_here_L, label_L, 0), "tensor")
     nll_L = log_total_L - label_L
-    is_label_LV = jnp.arange(vocab_size, dtype=target_L.dtype)[None] == target_L[:, None]
+    is_label_LV = jnp.arange(shard_size, dtype=column_L.dtype)[None] == column_L[:, None]
     loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - mean_L)
     wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
     d_logits_LV = probs_LV - wanted_LV
@@ -220,7 +243,7 @@ def _from_logits(
         # The barrier makes XLA recompute exponentials instead of storing them in twice the memory
         # of the logits.
         log_probs_LV = logits_LV - jax.lax.optimization_barrier(log_total_L)[:, None]
-        kl_L, d_kl_LV = _divergence(log_probs_LV, probs_LV)
+        kl_L, d_kl_LV = _divergence(settings, log_probs_LV, probs_LV)
         loss_L += settings.r_drop / 2 * kl_L
         d_logits_LV += settings.r_drop / 2 * d_kl_LV
     sums = LossSums(
@@ -232,16 +255,19 @@ def _from_logits(
     return sums, d_logits_LV * real_L[:, None]
 
 
-def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _softmax(settings: _Settings, logits_LV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the maximum, log-sum-exp and probabilities of each row."""
-    if backend == "gpu":  # reading the logits takes longer than computing exponentials
-        top_L, total_L = _max_and_sum_of_exp(logits_LV.astype(jnp.float32))
+    if settings.backend == "gpu":  # reading the logits takes longer than computing exponentials
+        shard_top_L, total_L = _max_and_sum_of_exp(logits_LV.astype(jnp.float32))
+        top_L = settings.over_vocab(jax.lax.pmax, shard_top_L)
+        if settings.vocab_shards > 1:
+            total_L = jax.lax.psum(total_L * jnp.exp(shard_top_L - top_L), "tensor")
         log_total_L = top_L + jnp.log(total_L)
         return top_L, log_total_L, jnp.exp(logits_LV - log_total_L[:, None])
     # Maximum before cast: otherwise a TPU would also store the logits in float32.
-    top_L = logits_LV.max(axis=-1).astype(jnp.float32)
+    top_L = settings.over_vocab(jax.lax.pmax, logits_LV.max(axis=-1).astype(jnp.float32))
     exp_LV = jnp.exp(logits_LV - top_L[:, None])
-    total_L = exp_LV.sum(axis=-1)
+    total_L = settings.over_vocab(jax.lax.psum, exp_LV.sum(axis=-1))
     return top_L, top_L + jnp.log(total_L), exp_LV / total_L[:, None]
 
 
@@ -264,7 +290,9 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.reduce((top, total), (lowest, jnp.float32(0)), join, (1,))
 
 
-def _divergence(log_probs_LV: jax.Array, probs_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _divergence(
+    settings: _Settings, log_probs_LV: jax.Array, probs_LV: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the KL divergence of each row, and its gradient with respect to the logits.
 
     The first half of the rows holds p and gives KL(p, q); the second half holds q and gives
@@ -274,5 +302,6 @@ def _divergence(log_probs_LV: jax.Array, probs_LV: jax.Array) -> tuple[jax.Array
     probs_PLV = probs_LV.reshape(log_probs_PLV.shape)
     ratio_PLV = log_probs_PLV - log_probs_PLV[::-1]
     kl_PL = (jnp.exp(log_probs_PLV) * ratio_PLV).sum(axis=-1)
+    kl_PL = settings.over_vocab(jax.lax.psum, kl_PL)
     gradient_PLV = probs_PLV * (1 + ratio_PLV - kl_PL[..., None]) - probs_PLV[::-1]
     return kl_PL.reshape(-1), gradient_PLV.reshape(log_probs_LV.shape)
