@@ -47,7 +47,8 @@ class Run:
         latest = self.latest()
         how = "unfinished"
         if latest.get("kind") == "end":
-            how = f"stopped by {by}" if (by := latest.get("stopped_by")) else "finished"
+            early = "stopped early" if latest.get("stopped_early") else "finished"
+            how = f"stopped by {by}" if (by := latest.get("stopped_by")) else early
         return f"{how}, step {latest.get('step', 0):,} of {self.config.training.steps:,}"
 
 
