@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from benchmarks.in_turn import Table, finish
 from transformer_jax.model.attention import attention_mask, dot_product_attention
-from transformer_jax.model.attention_kernel import short_attention, takes
+from transformer_jax.model.attention_kernel import short_attention, supports
 
 Attention = Callable[..., jax.Array]
 KINDS = ("padded", "packed", "causal", "cross")
@@ -44,7 +44,9 @@ def seeing(mask_B1TS: jax.Array) -> jax.Array:
 
 def ours(*arrays_and_mask: jax.Array) -> jax.Array:
     """Run the fused kernel, or plain attention where the model does not use the kernel."""
-    return (short_attention if takes(*arrays_and_mask) else dot_product_attention)(*arrays_and_mask)
+    return (short_attention if supports(*arrays_and_mask) else dot_product_attention)(
+        *arrays_and_mask
+    )
 
 
 def cudnn(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:

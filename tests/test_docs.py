@@ -57,6 +57,11 @@ def test_links_exist(path: Path) -> None:
                 assert anchor[1:] in _anchors(linked), f"{path.name} links to {target}{anchor}"
 
 
+def _exists(name: str) -> bool:
+    """Whether the root or the package has a path that a page names."""
+    return any((folder / name).exists() for folder in (ROOT, ROOT / "transformer_jax"))
+
+
 @pytest.mark.parametrize(
     "path", [p for p in DOCUMENTS if p.name != "CHANGELOG.md"], ids=lambda p: p.name
 )
@@ -64,6 +69,8 @@ def test_named_files_and_fields_exist(path: Path) -> None:
     text = path.read_text()
     for name in re.findall(r"\b(?:configs|benchmarks|docs)/\w+\.(?:py|md)", text):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
+    for name in re.findall(r"`([\w/]+/\w+\.pyi?)`", text):
+        assert _exists(name), f"{path.name} names {name}"
     for name in re.findall(r"^    (?:\$ )?make ([a-z-]+)", text, re.MULTILINE):
         assert f"\n{name}: " in (ROOT / "Makefile").read_text(), f"{path.name} says make {name}"
     fields = set(flatten(Config()))
@@ -111,6 +118,27 @@ def test_the_code_map_lists_every_module() -> None:
     assert len(named) == len(modules)
     for path in re.findall(r"`([\w/.]+)`(?=.* \| )", outside):
         assert (ROOT / path).exists(), f"docs/code_map.md names missing {path}"
+
+
+def _rows_of_files_to_change() -> list[str]:
+    _, section = (ROOT / "CONTRIBUTING.md").read_text().split("## Files to change")
+    table, _ = section.split("\nCode paths ")
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    return rows
+
+
+@pytest.mark.parametrize("row", _rows_of_files_to_change(), ids=lambda row: row.split(" |")[0][2:])
+def test_files_and_names_in_the_table_of_contributing_exist(row: str) -> None:
+    """Files, folders, targets of make, and names in the code."""
+    code = "".join(path.read_text() for path in (ROOT / "transformer_jax").rglob("*.py*"))
+    for name in re.findall(r"`([^`]+)`", row):
+        if name.startswith("make "):
+            assert f"\n{name[5:]}: " in (ROOT / "Makefile").read_text(), name
+        elif re.search(r"\.\w+$|/$", name) and not re.fullmatch(r"[A-Z]\w+\.\w+", name):
+            assert _exists(name), name
+        elif not name.startswith("/"):
+            assert all(re.search(rf"\b{part}\b", code) for part in name.split(".")), name
 
 
 def test_the_readme_is_short_and_repeats_documented_results() -> None:

@@ -1,4 +1,6 @@
-"""Code layout of docs/design.md: import order, branches use the public API only, short files."""
+"""Code layout of docs/design.md: import order, branches use the public API only, short files, few
+files beside the folders.
+"""
 
 import ast
 import graphlib
@@ -146,6 +148,30 @@ def test_branches_import_only_public_names_and_their_own_files() -> None:
                 f"{name} imports {others}; expected `from transformer_jax import ...`"
             )
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_trunk_folders_have_no_import_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for name in TRUNK:
+        folder = name.split(".")[0]
+        imported = {each.split(".")[0] for each in imports("transformer_jax", name)}
+        graph.setdefault(folder, set()).update(imported - {folder})
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_at_most_seven_files_are_beside_the_folders() -> None:
+    assert len(list((ROOT / "transformer_jax").glob("*.py"))) <= 7
+
+
+def test_the_code_map_is_in_import_order() -> None:
+    """The trunk follows ``TRUNK``, and each file of a branch is below the files it imports."""
+    code_map = (ROOT / "docs" / "code_map.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+)\.py` \|", code_map.split("## Outside the package")[0], re.M)
+    names = [row.replace("/", ".") for row in rows]
+    assert names[: len(TRUNK)] == TRUNK
+    for number, name in enumerate(names):
+        later = imports("transformer_jax", name) - set(names[:number])
+        assert not later, f"docs/code_map.md lists {name} above {later}"
 
 
 def test_benchmarks_have_no_import_cycle() -> None:

@@ -411,8 +411,8 @@ def test_full_queues_and_timeouts_are_rejected(
     strict: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rows in strict.service.models[Pair("en", "de")].workers._searches[0]:
-        turn = partial(LiveRows.turn, rows, most=1)
-        slowly = partial(lambda its, entries, most: time.sleep(0.2) or its(entries), turn)
+        turn = partial(LiveRows.turn, rows, max_steps=1)
+        slowly = partial(lambda its, entries, max_steps: time.sleep(0.2) or its(entries), turn)
         monkeypatch.setattr(rows, "turn", slowly)
     with ThreadPoolExecutor(3) as clients:
         replies = list(clients.map(lambda _: strict.ask(q=LINES[6:9]), range(3)))

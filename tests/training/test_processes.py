@@ -26,7 +26,8 @@ from runs import (
     wait_for,
 )
 
-from transformer_jax import distributed, train
+from transformer_jax import train
+from transformer_jax.devices import distributed
 from transformer_jax.errors import UserError
 from transformer_jax.saved_models.checkpoint import complete_steps
 from transformer_jax.settings.config import Config, PairsConfig, Processes
@@ -167,7 +168,9 @@ def test_missing_processes_are_reported_without_a_stack_trace() -> None:
             [
                 sys.executable,
                 "-c",
-                "from transformer_jax import distributed, config; distributed.start("
+                "from transformer_jax.devices import distributed\n"
+                "from transformer_jax.settings import config\n"
+                "distributed.start("
                 f"config.Processes(False, '{address()}', 2, {number}, start_timeout=1))",
             ],
             stderr=subprocess.PIPE,
@@ -199,7 +202,8 @@ def test_inconsistent_flags(settings: Processes, message: str) -> None:
 
 def test_jax_names_flags_that_do_not_go_together() -> None:
     program = """
-from transformer_jax import distributed, UserError
+from transformer_jax import UserError
+from transformer_jax.devices import distributed
 from transformer_jax.settings.config import Processes
 for settings in (Processes(num_processes=2), Processes(False, "localhost:1", 2, 2)):
     try:
