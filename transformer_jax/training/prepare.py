@@ -330,6 +330,7 @@ def _start_model(config: Config) -> Start | None:
     name = config.training.start_from
     if not name:
         return None
+    log.info("Starting from the parameters of %s.", name)
     theirs, *start = load_parameters(name)
     ours = dataclasses.replace(theirs, model=config.model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
