@@ -196,6 +196,12 @@ def test_an_incomplete_line_is_ignored(report, run):
     assert tables(page)["best dev_bleu"] == ["33.333"] and not problems(page)
 
 
+def test_early_stopping_is_named(report, run):
+    summary = json.loads((run / "summary.json").read_text()) | {"stopped_early": True}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert tables(report(run))["status"] == ["stopped early, step 4 of 4"]
+
+
 def test_the_summary_of_a_resumed_run_is_ignored(report, run):
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"kind": "train", "step": 5, "loss": 1}\n')

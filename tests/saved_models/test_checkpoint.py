@@ -3,8 +3,10 @@
 import errno
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import chex
 import jax
@@ -107,6 +109,66 @@ def test_retention_of_the_newest_and_best(checkpoints: Checkpoints, run: StepFun
     assert checkpoints.steps() == [1, 3, 4]
     _save(checkpoints, run, 5, best_step=5)
     assert checkpoints.steps() == [4, 5]
+
+
+def test_retention_uses_the_interval_with_which_a_checkpoint_was_saved(
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
+) -> None:
+    """A run may resume with another ``training.checkpoint_every``."""
+    training = {"keep_checkpoints": 5, "average": 3}
+    steps = {10: [10, 20, 30, 40, 50, 60], 25: [75, 90]}  # 90 is the last step
+    for interval, saved in steps.items():
+        settings = changed(config, training=training | {"checkpoint_every": interval})
+        checkpoints = _begin(tmp_path, settings, tokenizer)
+        _save(checkpoints, run, *saved)
+    assert checkpoints.steps() == [30, 40, 50, 60, 75, 90]
+    assert _chosen(checkpoints, 0, settings.training) == [90, 75, 60]
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        ([3, 2, 1], 3),
+        ([1, 2, 3], 1),
+        ([math.nan, 2, 1], 3),
+        ([2, math.nan, 3], 1),
+        ([3, 1, math.nan], 2),
+        ([math.nan] * 3, 1),
+    ],
+)
+@pytest.mark.parametrize("average", ["auto", 3])
+def test_the_number_of_averaged_checkpoints_with_the_lowest_dev_loss(
+    average: Any,
+    losses: list[float],
+    best: int,
+    checkpoints: Checkpoints,
+    run: StepFunctions,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """NaN is the worst. A fixed number is compared with the others."""
+    _save(checkpoints, run, 1, 2)
+    folders = [*checkpoints.folders(), checkpoints.folders()[-1]]  # three, because two are kept
+    training = TrainingConfig(keep_checkpoints=3, average=average, checkpoint_every=1)
+    remaining = iter(losses)
+    chosen, model = averaging.choose(
+        folders, None, training, stopped_early=False, dev_loss=lambda _: next(remaining)
+    )
+    assert len(chosen) == (best if average == "auto" else 3)
+    *_, expected = averaging.load_averages(chosen)
+    chex.assert_trees_all_equal(model, expected)
+    better = average == 3 and best < 3 and losses != [math.nan] * 3
+    assert ("--training.average auto" in caplog.text) == better
+    named = f"average of {best} checkpoints" if best > 1 else "checkpoint 2 "
+    assert (named in caplog.text) == better
+
+
+@pytest.mark.parametrize(("name", "select_by"), [("dev_loss", "loss"), ("dev_bleu", "bleu")])
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(name: str, select_by: str) -> None:
+    progress = Progress()
+    for step, value in enumerate([math.nan, 2.0, math.nan, 2.0, math.nan], start=1):
+        progress.note_evaluation({name: value}, select_by, step=step)
+    assert (progress.best_step, progress.since_best) == (2, 3)
+    assert progress.early_stopping_triggered(3)
 
 
 def test_retention_of_an_unscheduled_checkpoint_until_the_next_one(
@@ -256,12 +318,18 @@ def test_an_error_while_restoring_does_not_mean_corruption(
 
 
 def test_an_interrupted_save_leaves_no_checkpoint(
-    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    run: StepFunctions,
+    config: Config,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     _save(checkpoints, run, 1, 2)
     (checkpoints.folder / "00000002" / "manifest.json").unlink()
     with open_run_dir(Workdir(tmp_path), config) as step:
         assert step == 1
+    [said] = [line for line in caplog.messages if "00000002" in line]
+    assert "is incomplete or corrupt" in said
     assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]
 
 

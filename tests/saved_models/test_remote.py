@@ -263,6 +263,32 @@ def test_a_checkpoint_deleted_during_a_copy_is_not_copied(saved, store, monkeypa
     assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]
 
 
+def test_readers_copy_only_what_a_model_needs(store, monkeypatch):
+    """Of a finished run, the model; of a checkpoint, its parameters or their average."""
+    open_, opened = store.open, []
+
+    def noted(path, mode="rb", **options):
+        if mode == "rb" and "/checkpoints/" in path:
+            opened.append(path)
+        return open_(path, mode, **options)
+
+    config = run(4)
+    optimizer = dataclasses.replace(config.optimizer, ema_decay=0.5)
+    for name, part in ((URL, "parameters"), (f"{URL}2", "ema")):
+        if part == "ema":
+            config = dataclasses.replace(config, optimizer=optimizer)
+        train(config, name, devices=ONE)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "open", noted)
+            loaded = load_model(name)
+            assert not opened
+            one = load_model(f"{name}/checkpoints/00000004")
+            parts = {path.split("/state/")[1].split("/")[0] for path in opened if "/state/" in path}
+            assert {"parameters", "ema", "rest"} & parts == {part}
+        opened.clear()
+        chex.assert_trees_all_equal(*(jax.tree.leaves(model) for _, model, _ in (loaded, one)))
+
+
 def test_concurrent_readers_take_turns_and_keep_each_others_checkpoints(saved, store, monkeypatch):
     at_work, most = 0, 0
     mirror = remote_workdir.mirror_checkpoints

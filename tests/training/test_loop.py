@@ -280,7 +280,9 @@ def without_test_set(config: Config) -> Config:
     return changed(config, data={"test": PairsConfig()})
 
 
-def test_training_stops_when_dev_loss_stops_improving(tmp_path: Path) -> None:
+def test_training_stops_when_dev_loss_stops_improving(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Lower patience can also end a run that is already finished."""
     config = tiny(steps=100, eval_every=2, checkpoint_every=100, patience=2, bleu_sentences=0)
     optimizer = OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30)
@@ -288,9 +290,12 @@ def test_training_stops_when_dev_loss_stops_improving(tmp_path: Path) -> None:
     more = changed(config, training={"steps": 6, "patience": 3})
     summary = train(more, tmp_path / "more", devices=ONE)
     assert (summary["steps"], summary["averaged_steps"]) == (6, [6])
+    assert not summary["stopped_early"] and "\ndone at step 6: " in capsys.readouterr().err
     for run in ("run", "more", "run"):  # the last one is already finished
         summary = train(config, tmp_path / run, devices=ONE)
         assert (summary["steps"], summary["stopped_early"]) == (6, True)
+        end = "stopped early at step 6 of 100, after 2 evaluations without improvement"
+        assert f"\n{end}: checkpoint 2; metrics in" in capsys.readouterr().err
         assert summary["averaged_steps"] == [2]
         assert complete_steps(tmp_path / run / "checkpoints") == [2, 6]
 
@@ -346,6 +351,7 @@ def test_the_end_of_a_run_chooses_checkpoints_to_average(
         patch.setattr(Signals, "stop_after", lambda self, step: self._handle(15, None) or True)
         assert "averaged_steps" not in train(config, tmp_path, devices=ONE)
     assert names() == [1] and "has not finished" in caplog.text
+    assert not (tmp_path / "model").exists()
     caplog.clear()
     summary = train(config, tmp_path, devices=ONE)
     said = caplog.text

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.flax import load_file
 
 from transformer_jax import (
     Config,
@@ -31,7 +32,6 @@ from transformer_jax.interop.weights import (
     sines_first,
     to_library,
 )
-from transformer_jax.support import needs_extra
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
 _NEVER = np.float32(-100)
@@ -166,8 +166,6 @@ def _read_tensors(folder: Path) -> Weights:
         file = folder / "pytorch_model.bin"
     try:
         if file.suffix == ".safetensors":
-            with needs_extra("interop"):
-                from safetensors.flax import load_file
             tensors = load_file(file)
         else:
             import torch
