@@ -44,6 +44,14 @@ def test_a_model_folder_can_be_moved(saved: Path, finished: Path) -> None:
     assert config == load_model(finished)[0] and config.model == model.config
 
 
+def test_a_checkpoint_outside_of_its_work_directory_is_an_error(
+    finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished / "checkpoints/00000002", tmp_path / "00000002")
+    with pytest.raises(UserError, match="expected a work directory .* or a model folder"):
+        load_model(tmp_path / "00000002")
+
+
 def _flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from transformer_jax.saved_models.checkpoint import checkpoint_parameters, config_of
+from transformer_jax.saved_models.checkpoint import config_of, saved_parameters
 from transformer_jax.settings.config import TrainingConfig
 from transformer_jax.storage.files import AnyPath
 
@@ -35,10 +35,7 @@ def kept(folders: Sequence[P], best_step: int | None, training: TrainingConfig) 
     averaged for the model.
     """
     scheduled = list(filter(_is_scheduled, folders))[: training.keep_checkpoints]
-    return {
-        *scheduled,
-        *(path for chain in _chains(folders, best_step, training) for path in chain),
-    }
+    return {*scheduled}.union(*_chains(folders, best_step, training))
 
 
 def choose(
@@ -67,15 +64,15 @@ def choose(
             loss = math.inf if math.isnan(loss) else loss
             if not best[1] or loss < best[0]:
                 best = loss, chain[:count], average
-    if training.average != "auto":
-        if best[0] < loss:
-            log.warning(
-                "On the dev set, the %s is better (loss %.4f) than the average of %d (%.4f); run "
-                "again with --training.average auto to use it.",
-                *(described([int(path.name) for path in best[1]]), best[0], len(chain), loss),
-            )
-        return list(chain), average
-    return list(best[1]), best[2]
+    if training.average == "auto":
+        return list(best[1]), best[2]
+    if best[0] < loss:
+        log.warning(
+            "On the dev set, the %s is better (loss %.4f) than the average of %d (%.4f); run "
+            "again with --training.average auto to use it.",
+            *(described([int(path.name) for path in best[1]]), best[0], len(chain), loss),
+        )
+    return list(chain), average
 
 
 def described(steps: Sequence[int]) -> str:
@@ -88,11 +85,11 @@ def described(steps: Sequence[int]) -> str:
 def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
     """Yield the average of the first n checkpoints, for n = 1, 2, and so on.
 
-    Each checkpoint is read once (see ``checkpoint_parameters``).
+    Each checkpoint is read once (see ``saved_parameters``).
     """
     total: Any = None
     for count, folder in enumerate(checkpoints, start=1):
-        loaded = checkpoint_parameters(folder)
+        loaded = saved_parameters(folder)
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
         yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
 

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import load_file
 
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_model
@@ -41,6 +42,9 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+PARAMETERS = "model.safetensors"
+"""Name of a model folder's parameters."""
+
 _FORMAT = 1  # of checkpoints and model folders
 
 
@@ -49,7 +53,7 @@ def checkpoint_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: AnyPath) -> bool:
     """Return True for the path of a checkpoint, which may be missing."""
     return folder.parent.name == "checkpoints" and folder.name.isdigit()
 
@@ -74,21 +78,29 @@ def unread_files(checkpoint: AnyPath) -> tuple[str, ...]:
     return "state/rest/", "state/parameters/" if average else "state/ema/"
 
 
-def checkpoint_parameters(checkpoint: AnyPath) -> Any:
-    """Load a checkpoint's parameters, or their EMA if ``optimizer.ema_decay`` is set.
+def saved_parameters(folder: AnyPath) -> Any:
+    """Load the parameters of a model, or of a checkpoint (with ``optimizer.ema_decay``, their EMA).
 
-    Returns a nested dict of NumPy arrays. Raises ``UserError`` if the checkpoint is corrupt.
+    Returns a nested dict of NumPy arrays. Raises ``UserError`` if a file is corrupt.
     """
-    if reason := corruption(checkpoint, resuming=False):
-        raise UserError(
-            f"Checkpoint {checkpoint} is corrupt: {reason}. Pass the folder of another checkpoint. "
-            "To finish training without it, delete its folder."
-        )
-    config = config_of(checkpoint)
-    part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
+    kind, remedy = "Model", "Copy its folder again, or run train.py again to write it"
+    if is_checkpoint(folder):
+        kind, remedy = "Checkpoint", "Pass the folder of another checkpoint"
+    if reason := corruption(folder, resuming=False):
+        raise UserError(f"{kind} {folder} is corrupt: {reason}. {remedy}.")
+    config = config_of(folder)
     abstract = abstract_model(config.model).parameters
+    if not is_checkpoint(folder):
+        tensors = load_file(str(folder / PARAMETERS))
+        return jax.tree.map_with_path(lambda path, _: tensors[tensor_name(path)], abstract)
+    part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
-    return ocp.load_checkpointables(str(checkpoint / "state"), {part: wanted})[part]
+    return ocp.load_checkpointables(str(folder / "state"), {part: wanted})[part]
+
+
+def tensor_name(path: Any) -> str:
+    """Return the name of a parameter in a model's safetensors file."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def load_tokenizer(folder: Path, saved: AnyPath) -> Tokenizer:
@@ -131,15 +143,12 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
         content = read_object(folder / MANIFEST)
     except (FileNotFoundError, UserError):
         return {}
-    if "progress.json" in content:
+    version = content.get("format", 0 if "progress.json" in content else _FORMAT)
+    if version != _FORMAT:
         raise UserError(
-            f"{str(folder)!r} was written by an earlier version of transformer_jax and is no "
-            "longer supported. Load it with load_model from commit ef0d56b."
-        )
-    if content.get("format", _FORMAT) != _FORMAT:
-        raise UserError(
-            f"{str(folder)!r} has format {content['format']!r}; this version of transformer_jax "
-            f"reads format {_FORMAT}. Use the version that wrote it."
+            f"{str(folder)!r} has format {version!r}; this version of transformer_jax reads format "
+            f"{_FORMAT}. Use the later or earlier version that wrote it (format 0: load_model from "
+            "commit ef0d56b)."
         )
     return content
 

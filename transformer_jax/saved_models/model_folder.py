@@ -21,28 +21,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.saved_models.averaging import described
 from transformer_jax.saved_models.checkpoint import (
+    PARAMETERS,
     checkpoint_name,
-    checkpoint_parameters,
     complete_steps,
     config_of,
-    corruption,
     delete_checkpoint,
     is_checkpoint,
     load_tokenizer,
     read_manifest,
+    saved_parameters,
+    tensor_name,
     write_manifest,
 )
 from transformer_jax.saved_models.remote_workdir import local_workdir
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import load_config_file, to_json
 from transformer_jax.storage.files import (
-    MANIFEST,
     MODEL,
     AnyPath,
     kind_of,
@@ -53,8 +53,6 @@ from transformer_jax.storage.files import (
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-_PARAMETERS = "model.safetensors"
 
 
 def load_model(path: str | Path) -> tuple[Config, Transformer, Tokenizer]:
@@ -80,16 +78,15 @@ def load_parameters(path: str | Path) -> tuple[Config, Any, Tokenizer]:
     elif steps := complete_steps(saved / "checkpoints"):
         saved = saved / "checkpoints" / checkpoint_name(steps[-1])
         note = "no model/ (training has not finished, or an earlier version ended it), so "
-    if not is_model(saved):
+    if not (is_checkpoint(saved) or is_model(saved)):
         raise UserError(
             f"{str(path)!r} has no checkpoint; expected a work directory written by train.py "
             "--workdir, one of the folders in its checkpoints/, or a model folder."
         )
-    if is_checkpoint(saved):
-        parameters, files, steps = checkpoint_parameters(saved), workdir, [int(saved.name)]
-    else:
-        parameters, files, steps = _model_parameters(saved), saved, read_manifest(saved)["steps"]
-    config, tokenizer = config_of(saved), load_tokenizer(files, saved)
+    parameters, config = saved_parameters(saved), config_of(saved)
+    alone = is_checkpoint(saved)
+    tokenizer = load_tokenizer(workdir if alone else saved, saved)
+    steps = [int(saved.name)] if alone else read_manifest(saved)["steps"]
     log.info("%s: %s%s.", path, note, described(steps))
     decoding = load_config_file(workdir / "config.json").decoding
     return dataclasses.replace(config, decoding=decoding), parameters, tokenizer
@@ -118,7 +115,7 @@ def save_model(
 
 def is_model(folder: AnyPath) -> bool:
     """Return True for a model folder, even if it is incomplete."""
-    return any(kind_of(folder / name) for name in (_PARAMETERS, MANIFEST))
+    return kind_of(folder / PARAMETERS) == "file" or "steps" in read_manifest(folder)
 
 
 def write_model(
@@ -134,26 +131,11 @@ def write_model(
     remove_folder(temporary)  # left by a killed process
     try:
         tokenizer.save(temporary)
-        tensors = {_name(path): np.asarray(leaf) for path, leaf in leaves}
-        write_atomically(temporary / _PARAMETERS, save(tensors))
+        tensors = {tensor_name(path): np.asarray(leaf) for path, leaf in leaves}
+        write_atomically(temporary / PARAMETERS, save(tensors))
         write_atomically(temporary / "config.json", to_json(config))
         write_manifest(temporary, config, tokenizer, {"steps": steps})
         delete_checkpoint(folder)
         temporary.rename(folder)
     finally:
         remove_folder(temporary)
-
-
-def _model_parameters(folder: Path) -> Any:
-    """Load the parameters of a model folder as a nested dict of NumPy arrays."""
-    if reason := corruption(folder):
-        raise UserError(
-            f"Model {folder} is corrupt: {reason}. Copy the whole folder again, restore it from a "
-            "backup, or run train.py again to write it."
-        )
-    tensors, model = load_file(folder / _PARAMETERS), abstract_model(config_of(folder).model)
-    return jax.tree.map_with_path(lambda path, _: tensors[_name(path)], model.parameters)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -18,6 +18,7 @@ from transformer_jax.saved_models.checkpoint import (
     complete_steps,
     corruption,
     delete_checkpoint,
+    read_manifest,
     unread_files,
 )
 from transformer_jax.storage.files import (
@@ -108,13 +109,9 @@ def mirror_checkpoints(
 
 def mirror_folder(source: AnyPath, target: AnyPath, *, resuming: bool = True) -> None:
     """Copy a checkpoint or model if it is missing or different in ``target``, manifest last."""
-    try:
-        if (source / MANIFEST).read_bytes() == (target / MANIFEST).read_bytes() and not (
-            isinstance(target, Path) and corruption(target, resuming=resuming)
-        ):
-            return
-    except FileNotFoundError:
-        pass
+    same = read_manifest(source) == read_manifest(target)
+    if same and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
+        return
     delete_checkpoint(target)
     try:
         copy_folder(source, target, () if resuming else unread_files(source))

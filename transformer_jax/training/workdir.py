@@ -16,13 +16,13 @@ from transformer_jax.data.corpus import TEMPORARY
 from transformer_jax.devices.distributed import broadcast_from_first, raise_on_any_process
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.saved_models.checkpoint import (
+    PARAMETERS,
     checkpoint_name,
     complete_steps,
     config_of,
     delete_checkpoint,
     newest_intact,
 )
-from transformer_jax.saved_models.model_folder import is_model
 from transformer_jax.saved_models.remote_workdir import (
     cached_folder,
     mirror_checkpoints,
@@ -34,6 +34,7 @@ from transformer_jax.storage.files import (
     AnyPath,
     files_in,
     is_url,
+    kind_of,
     local_path,
     locked,
     remote_path,
@@ -197,7 +198,7 @@ def open_run_dir(
             f"{str(folder)!r} is not empty but has no config.json; expected a new folder or a "
             "work directory."
         )
-    if is_model(workdir.store) or 0 in complete_steps(workdir.checkpoints):
+    if kind_of(workdir.store / PARAMETERS) or 0 in complete_steps(workdir.checkpoints):
         raise UserError(
             f"{str(workdir.store)!r} is a finished or imported model, which training does not "
             f"modify. To fine-tune it, pass --training.start-from {workdir.store} and another "
