@@ -175,6 +175,11 @@ def test_unfinished_and_new_runs(report, run, tmp_path):
         ("metrics.jsonl", b'{"kind": "start", "step": 0}\n{"kind\n', "corrupt: .* line 2 column 2"),
         ("metrics.jsonl", b"\xff\x00\n", "corrupt: .*utf-8"),
         ("summary.json", b'{"steps": ', "summary.json' is corrupt: .* line 1 column 1"),
+        *(
+            (name, text, f"{name}' is corrupt: ")
+            for name in ("summary.json", "metrics.jsonl")
+            for text in (b"null\n", b"[]\n", b'"x"\n', b"{}\n", b"[" * 100_000 + b"\n")
+        ),
         ("config.json", None, "config.json' does not exist"),
         ("config.json", b"\xff\x00", "config.json': The config is not valid"),
     ],

@@ -4,11 +4,13 @@ from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
 from transformer_jax.errors import needs_extra, short_repr
 from transformer_jax.storage.files import write_atomically
+from transformer_jax.storage.json_files import parse_object
 
 __all__ = [
     "enable_compilation_cache",
     "joint",
     "needs_extra",
+    "parse_object",
     "short_repr",
     "write_atomically",
 ]
