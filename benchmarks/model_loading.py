@@ -1,8 +1,8 @@
 """Bytes and seconds of loading a finished run's model, locally or from an object store.
 
-    python -m benchmarks.model_loading train W          # 19M parameters, five checkpoints
+    python -m benchmarks.model_loading train W           # 22M parameters, five checkpoints
     python -m benchmarks.model_loading train URL
-    python -m benchmarks.model_loading load W_OR_URL    # as decode.py does; prints bytes and seconds
+    python -m benchmarks.model_loading load W_OR_URL     # as decode.py does
 
 Bytes are those that the process read (rchar in /proc/self/io, sockets included) while it loaded the
 model. For a URL, delete ~/.cache/transformer_jax first.

@@ -172,7 +172,7 @@ def test_unfinished_and_new_runs(report, run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", b'{"kind": "start", "step": 0}\n{"kind\n', "corrupt: .* line 2 column 2"),
+        ("metrics.jsonl", b'{"kind": "start", "step": 0}\n{"kind\n', "corrupt: line 2 .* column 2"),
         ("metrics.jsonl", b"\xff\x00\n", "corrupt: .*utf-8"),
         ("summary.json", b'{"steps": ', "summary.json' is corrupt: .* line 1 column 1"),
         *(

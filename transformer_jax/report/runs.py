@@ -67,8 +67,8 @@ def read_run(location: str) -> Run:
 
 
 def _objects(file: Path, **fields: type) -> list[dict[str, Any]]:
-    """Parse the JSON objects in a file (see ``parse_object``); none if it does not exist. Ignores an
-    incomplete last line of metrics.jsonl, which a run may be writing.
+    """Parse the JSON objects in a file, with these ``fields``; none if it does not exist. Ignores
+    an incomplete last line of metrics.jsonl, which a run may be writing.
     """
     if not file.exists():
         return []
@@ -76,6 +76,6 @@ def _objects(file: Path, **fields: type) -> list[dict[str, Any]]:
         text = file.read_text("utf-8")
         objects = text.split("\n")[:-1] if file.suffix == ".jsonl" else [text]
         named = enumerate(objects, start=1)
-        return [parse_object(each, f"object {number}", **fields) for number, each in named]
+        return [parse_object(each, f"line {number}", **fields) for number, each in named]
     except (ValueError, UserError) as error:
         raise UserError(f"{str(file)!r} is corrupt: {error} Fix or delete it.") from None
