@@ -146,6 +146,7 @@ def test_the_number_of_averaged_checkpoints_with_the_lowest_dev_loss(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """NaN is the worst. A fixed number is compared with the others."""
+    caplog.set_level("INFO", logger="transformer_jax")
     _save(checkpoints, run, 1, 2)
     folders = [*checkpoints.folders(), checkpoints.folders()[-1]]  # three, because two are kept
     training = TrainingConfig(keep_checkpoints=3, average=average, checkpoint_every=1)

@@ -67,7 +67,7 @@ def choose(
     if training.average == "auto":
         return list(best[1]), best[2]
     if best[0] < loss:
-        log.warning(
+        log.info(
             "On the dev set, the %s is better (loss %.4f) than the average of %d (%.4f); run "
             "again with --training.average auto to use it.",
             *(described([int(path.name) for path in best[1]]), best[0], len(chain), loss),
