@@ -23,7 +23,7 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """8,000 updates of 8,192 + 8,192 positions, average of the last 10 checkpoints, beam 5."""
+    """8,000 updates of 8,192 + 8,192 positions, average of up to 10 checkpoints, beam 5."""
     return Config(
         model=ModelConfig(d_model=128, d_ff=256, num_heads=4, num_layers=4, dropout=0.3),
         tokenizer=TokenizerConfig(vocab_size=10_000, normalization="identity"),
@@ -42,7 +42,6 @@ def get_config() -> Config:
             eval_every=480,
             checkpoint_every=60,  # about an epoch
             keep_checkpoints=10,
-            average=10,
             bleu_tokenize="none",
             select_by="bleu",
         ),

@@ -50,7 +50,6 @@ def get_config() -> Config:
             eval_every=500,
             checkpoint_every=250,
             bleu_sentences=0,
-            average=1,
         ),
         decoding=DecodingConfig(beam_size=1, max_extra_length=100, batch_size=64),
     )

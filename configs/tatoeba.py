@@ -24,7 +24,7 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """3+3 layers of width 256, joint vocabulary of 8,000, 44 epochs, average of 5 checkpoints."""
+    """3+3 layers of width 256, joint vocabulary of 8,000, 44 epochs, average of 1 to 5."""
     return Config(
         model=ModelConfig(d_model=256, d_ff=1024, num_heads=4, num_layers=3, dropout=0.2),
         tokenizer=TokenizerConfig(vocab_size=8_000),
@@ -39,7 +39,7 @@ def get_config() -> Config:
         batch=BatchConfig(tokens=8192),
         optimizer=OptimizerConfig(peak_learning_rate=0.002, warmup_steps=2000),
         training=TrainingConfig(
-            steps=10_000, eval_every=1000, checkpoint_every=250, average=5, select_by="bleu"
+            steps=10_000, eval_every=1000, checkpoint_every=250, select_by="bleu"
         ),
         decoding=DecodingConfig(max_source_length=64, batch_size=64),
     )

@@ -55,9 +55,7 @@ def get_config() -> Config:
         ),
         batch=BatchConfig(tokens=2560, layout="packed", row_length=160),
         optimizer=OptimizerConfig(peak_learning_rate=0.003, warmup_steps=150, decay="linear"),
-        training=TrainingConfig(
-            steps=1200, eval_every=200, checkpoint_every=50, bleu_sentences=0, average=1
-        ),
+        training=TrainingConfig(steps=1200, eval_every=200, checkpoint_every=50, bleu_sentences=0),
         decoding=DecodingConfig(
             beam_size=10, length_penalty=1.0, max_extra_length=300, max_source_length=1024
         ),

@@ -6,7 +6,7 @@
 imports the model and fine-tunes it on train.en and train.de in FOLDER. Before and after, it
 translates dev.en and prints chrF against dev.de, with three sample lines. Without --text it uses
 the files of number_names.py. Without --model it starts from a tiny model with random weights, which
-only demonstrates the workflow. Requires safetensors.
+only demonstrates the workflow.
 """
 
 from dataclasses import replace

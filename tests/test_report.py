@@ -20,7 +20,7 @@ from random_models import lines_of_words, make_model, train_tokenizer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.report import __main__ as program
 from transformer_jax.report.page import word_diff
-from transformer_jax.saved_models.checkpoint import save_model
+from transformer_jax.saved_models.model_folder import save_model
 from transformer_jax.settings.config import (
     Config,
     DataConfig,
@@ -172,9 +172,14 @@ def test_unfinished_and_new_runs(report, run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", b'{"kind": "start", "step": 0}\n{"kind\n', "corrupt: .* line 2 column 2"),
+        ("metrics.jsonl", b'{"kind": "start", "step": 0}\n{"kind\n', "corrupt: line 2 .* column 2"),
         ("metrics.jsonl", b"\xff\x00\n", "corrupt: .*utf-8"),
         ("summary.json", b'{"steps": ', "summary.json' is corrupt: .* line 1 column 1"),
+        *(
+            (name, text, f"{name}' is corrupt: ")
+            for name in ("summary.json", "metrics.jsonl")
+            for text in (b"null\n", b"[]\n", b'"x"\n', b"{}\n", b"[" * 100_000 + b"\n")
+        ),
         ("config.json", None, "config.json' does not exist"),
         ("config.json", b"\xff\x00", "config.json': The config is not valid"),
     ],
@@ -196,6 +201,12 @@ def test_an_incomplete_line_is_ignored(report, run):
     assert tables(page)["best dev_bleu"] == ["33.333"] and not problems(page)
 
 
+def test_early_stopping_is_named(report, run):
+    summary = json.loads((run / "summary.json").read_text()) | {"stopped_early": True}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert tables(report(run))["status"] == ["stopped early, step 4 of 4"]
+
+
 def test_the_summary_of_a_resumed_run_is_ignored(report, run):
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"kind": "train", "step": 5, "loss": 1}\n')
@@ -203,8 +214,7 @@ def test_the_summary_of_a_resumed_run_is_ignored(report, run):
 
 
 def test_a_corrupt_checkpoint_affects_only_translations(report, run):
-    for file in (run / "checkpoints").glob("*/manifest.json"):
-        file.write_bytes(b"")
+    (run / "manifest.json").write_bytes(b"")
     page = report(run, flags=())
     assert f"{run}: Translations and attention are incomplete" in problems(page)[0]
     assert tables(page)["test.bleu"] == ["28.4"]

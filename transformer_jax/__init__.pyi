@@ -25,7 +25,7 @@ from .model.kv_cache import DecoderCache
 from .model.layers import DecoderLayer, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
-from .saved_models.checkpoint import load_model, save_model
+from .saved_models.model_folder import load_model, save_model
 from .saved_models.remote_workdir import local_workdir
 from .serving.async_translator import AsyncTranslator, SearchFailed
 from .settings.config import (

@@ -299,7 +299,6 @@ def test_longer_sources_have_fewer_rows(monkeypatch):
 
 def test_an_ensemble_has_the_settings_of_its_first_run(model, tokenizer, monkeypatch):
     runs = {name: DecodingConfig(beam_size=size) for name, size in (("first", 2), ("second", 7))}
-    monkeypatch.setattr(trained_models, "local_workdir", lambda name: name)
     monkeypatch.setattr(
         trained_models,
         "load_model",

@@ -436,12 +436,10 @@ def test_program_errors_write_nothing(run, tmp_path, monkeypatch) -> None:
     ):
         status, said = run("huggingface", flag, value)
         assert status == 2 and message in said
-    packages = {"ctranslate2": "ctranslate2.specs", "huggingface": "safetensors.numpy"}
-    for form, package in packages.items():
-        monkeypatch.setitem(sys.modules, package, None)
-        status, said = run(form)
-        assert status == 2 and f"{package.partition('.')[0]} is not installed" in said
-        assert "pip install 'transformer-jax[interop]'" in said
+    monkeypatch.setitem(sys.modules, "ctranslate2.specs", None)
+    status, said = run("ctranslate2")
+    assert status == 2 and "ctranslate2 is not installed" in said
+    assert "pip install 'transformer-jax[interop]'" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -27,8 +27,8 @@ from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
 from transformer_jax.report.attention import sentence_attention
-from transformer_jax.saved_models import checkpoint
-from transformer_jax.saved_models.checkpoint import load_model
+from transformer_jax.saved_models import model_folder
+from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import (
     BatchConfig,
     DataConfig,
@@ -627,7 +627,7 @@ def test_a_failed_import_can_be_repeated(marian, tmp_path, monkeypatch, capsys) 
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "write_manifest", full)
+        patched.setattr(model_folder, "write_manifest", full)
         assert main(arguments) == 2
         assert "no space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
     assert main(arguments) == 0 and [path.name for path in tmp_path.iterdir()] == ["w"]

@@ -3,8 +3,10 @@
 import errno
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import chex
 import jax
@@ -14,13 +16,9 @@ from runs import ONE, changed
 
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models import checkpoint
-from transformer_jax.saved_models.checkpoint import (
-    choose_checkpoints,
-    load_model,
-    newest_intact,
-    save_model,
-)
+from transformer_jax.saved_models import averaging, checkpoint
+from transformer_jax.saved_models.checkpoint import newest_intact
+from transformer_jax.saved_models.model_folder import load_model, save_model
 from transformer_jax.settings.config import (
     Config,
     DataConfig,
@@ -90,15 +88,12 @@ def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress:
     checkpoints.wait()
 
 
-def _chosen(workdir: Path, step: int | None = None) -> list[int]:
-    path = workdir if step is None else workdir / "checkpoints" / f"{step:08d}"
-    return [int(path.name) for path in choose_checkpoints(path)]
-
-
-def _choose(workdir: Path, *steps: int) -> None:
-    """As at the end of training."""
-    summary = {"steps": steps[0], "averaged_steps": steps}
-    (workdir / "summary.json").write_text(json.dumps(summary))
+def _chosen(checkpoints: Checkpoints, step: int, training: TrainingConfig) -> list[int]:
+    """The steps averaged at the end of a run without a dev set."""
+    folders = checkpoints.folders()
+    early = bool(training.patience)
+    chosen, _ = averaging.choose(folders, step, training, stopped_early=early, dev_loss=None)
+    return [int(path.name) for path in chosen]
 
 
 def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunctions) -> None:
@@ -114,6 +109,67 @@ def test_retention_of_the_newest_and_best(checkpoints: Checkpoints, run: StepFun
     assert checkpoints.steps() == [1, 3, 4]
     _save(checkpoints, run, 5, best_step=5)
     assert checkpoints.steps() == [4, 5]
+
+
+def test_retention_uses_the_interval_with_which_a_checkpoint_was_saved(
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
+) -> None:
+    """A run may resume with another ``training.checkpoint_every``."""
+    training = {"keep_checkpoints": 5, "average": 3}
+    steps = {10: [10, 20, 30, 40, 50, 60], 25: [75, 90]}  # 90 is the last step
+    for interval, saved in steps.items():
+        settings = changed(config, training=training | {"checkpoint_every": interval})
+        checkpoints = _begin(tmp_path, settings, tokenizer)
+        _save(checkpoints, run, *saved)
+    assert checkpoints.steps() == [30, 40, 50, 60, 75, 90]
+    assert _chosen(checkpoints, 0, settings.training) == [90, 75, 60]
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        ([3, 2, 1], 3),
+        ([1, 2, 3], 1),
+        ([math.nan, 2, 1], 3),
+        ([2, math.nan, 3], 1),
+        ([3, 1, math.nan], 2),
+        ([math.nan] * 3, 1),
+    ],
+)
+@pytest.mark.parametrize("average", ["auto", 3])
+def test_the_number_of_averaged_checkpoints_with_the_lowest_dev_loss(
+    average: Any,
+    losses: list[float],
+    best: int,
+    checkpoints: Checkpoints,
+    run: StepFunctions,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """NaN is the worst. A fixed number is compared with the others."""
+    caplog.set_level("INFO", logger="transformer_jax")
+    _save(checkpoints, run, 1, 2)
+    folders = [*checkpoints.folders(), checkpoints.folders()[-1]]  # three, because two are kept
+    training = TrainingConfig(keep_checkpoints=3, average=average, checkpoint_every=1)
+    remaining = iter(losses)
+    chosen, model = averaging.choose(
+        folders, None, training, stopped_early=False, dev_loss=lambda _: next(remaining)
+    )
+    assert len(chosen) == (best if average == "auto" else 3)
+    *_, expected = averaging.load_averages(chosen)
+    chex.assert_trees_all_equal(model, expected)
+    better = average == 3 and best < 3 and losses != [math.nan] * 3
+    assert ("--training.average auto" in caplog.text) == better
+    named = f"average of {best} checkpoints" if best > 1 else "checkpoint 2 "
+    assert (named in caplog.text) == better
+
+
+@pytest.mark.parametrize(("name", "select_by"), [("dev_loss", "loss"), ("dev_bleu", "bleu")])
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(name: str, select_by: str) -> None:
+    progress = Progress()
+    for step, value in enumerate([math.nan, 2.0, math.nan, 2.0, math.nan], start=1):
+        progress.note_evaluation({name: value}, select_by, step=step)
+    assert (progress.best_step, progress.since_best) == (2, 3)
+    assert progress.early_stopping_triggered(3)
 
 
 def test_retention_of_an_unscheduled_checkpoint_until_the_next_one(
@@ -137,10 +193,9 @@ def test_retention_of_the_average_that_ends_at_the_best_step(
     for step in (1, 2, 3, 4, 5, 6):
         _save(checkpoints, run, step, best_step=min(step, 3))
     assert checkpoints.steps() == [2, 3, 5, 6]
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 6, "averaged_steps": [3, 2]}))
-    assert (_chosen(tmp_path), _chosen(tmp_path, 6)) == ([3, 2], [6])
+    assert _chosen(checkpoints, 3, config.training) == [3, 2]
     _save(checkpoints, run, 7, best_step=7)  # the run has continued
-    assert _chosen(tmp_path) == [7]
+    assert _chosen(checkpoints, 7, config.training) == [7, 6]
 
 
 def test_only_decoding_settings_are_read_from_the_work_directory(
@@ -154,7 +209,7 @@ def test_only_decoding_settings_are_read_from_the_work_directory(
         assert load_model(path)[0] == changed(config, decoding=now.decoding)
 
 
-def test_choosing_and_averaging_checkpoints(
+def test_averaging_and_loading_checkpoints(
     tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
 ) -> None:
     _save(checkpoints, run, 10, 20, best_step=10)
@@ -165,26 +220,26 @@ def test_choosing_and_averaging_checkpoints(
         return float(np.mean(model.target_embedding.matrix[...] - start))
 
     assert shift() == pytest.approx(20, rel=1e-5)
-    _choose(tmp_path, 20, 10)
-    assert shift() == pytest.approx(15, rel=1e-5)
+    *_, average = averaging.load_averages(checkpoints.folders())
+    matrix = average["target_embedding"]["matrix"]
+    assert float(np.mean(matrix - start)) == pytest.approx(15, rel=1e-5)
     assert shift(checkpoints.folder / "00000010") == pytest.approx(10, rel=1e-5)
-    with pytest.raises(UserError, match="00000011' has no checkpoint; expected"):
+    with pytest.raises(UserError, match="00000011' is not a folder; expected"):
         load_model(checkpoints.folder / "00000011")
 
 
 def test_each_checkpoint_is_verified_once(
-    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(checkpoints, run, 10, 20)
     verified, corruption = [], checkpoint.corruption
 
-    def counted(path: Path) -> str:
+    def counted(path: Path, **options: bool) -> str:
         verified.append(int(path.name))
-        return corruption(path)
+        return corruption(path, **options)
 
     monkeypatch.setattr(checkpoint, "corruption", counted)
-    _choose(tmp_path, 20, 10)
-    load_model(tmp_path)
+    list(averaging.load_averages(checkpoints.folders()))
     assert verified == [20, 10]
 
 
@@ -199,9 +254,8 @@ def test_loading_a_corrupt_checkpoint_fails_and_training_resumes_from_an_older_o
 ) -> None:
     _save(checkpoints, run, 1, 2, best_step=1)
     folder = checkpoints.folder / "00000002"
-    largest = max(
-        (folder / "state").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()
-    )
+    files = (folder / "state" / "parameters").rglob("*")
+    largest = max(files, key=lambda path: path.stat().st_size * path.is_file())
     if damage == "manifest":
         largest = folder / "manifest.json"
     content = bytearray(largest.read_bytes())
@@ -222,13 +276,13 @@ def test_loading_a_corrupt_checkpoint_fails_and_training_resumes_from_an_older_o
 
 
 def test_a_deleted_checkpoint_of_an_average_is_named(
-    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
+    checkpoints: Checkpoints, run: StepFunctions
 ) -> None:
     _save(checkpoints, run, 1, 2)
-    _choose(tmp_path, 2, 1)
-    shutil.rmtree(checkpoints.folder / "00000001")
+    folders = checkpoints.folders()
+    shutil.rmtree(folders[1])
     with pytest.raises(UserError, match=r"00000001 is corrupt: manifest.json is missing or has"):
-        load_model(tmp_path)
+        list(averaging.load_averages(folders))
 
 
 def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
@@ -236,12 +290,11 @@ def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
 ) -> None:
     """An average names its corrupt checkpoint, and nothing is deleted."""
     _save(checkpoints, run, 1, 2)
-    _choose(tmp_path, 2, 1)
     for step in (1, 2):
-        [file, *_] = (checkpoints.folder / f"{step:08d}" / "state").rglob("_METADATA")
-        file.write_text("{}")
+        for file in (checkpoints.folder / f"{step:08d}" / "state").rglob("_METADATA"):
+            file.write_text("{}")
         with pytest.raises(UserError, match=f"Checkpoint .*{step:08d} is corrupt: state/"):
-            load_model(tmp_path)
+            list(averaging.load_averages(checkpoints.folders()[-step:]))
     for _ in range(2):  # the second attempt fails, too
         with (
             pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"),
@@ -266,12 +319,18 @@ def test_an_error_while_restoring_does_not_mean_corruption(
 
 
 def test_an_interrupted_save_leaves_no_checkpoint(
-    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
+    tmp_path: Path,
+    checkpoints: Checkpoints,
+    run: StepFunctions,
+    config: Config,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     _save(checkpoints, run, 1, 2)
     (checkpoints.folder / "00000002" / "manifest.json").unlink()
     with open_run_dir(Workdir(tmp_path), config) as step:
         assert step == 1
+    [said] = [line for line in caplog.messages if "00000002" in line]
+    assert "is incomplete or corrupt" in said
     assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]
 
 
@@ -329,7 +388,7 @@ def test_an_average_skips_irregular_checkpoints_before_its_last_one(
     assert checkpoints.steps() == [10, 25, 30, 40]
     folders = [checkpoints.folder / f"{step:08d}" for step in (40, 30, 25, 10)]
     for chosen, most, expected in ((0, 3, [40, 30, 10]), (1, 2, [30, 10]), (2, 2, [25, 10])):
-        average = checkpoint.up_to(folders[chosen], folders, most, 10)
+        average = averaging.up_to(folders[chosen], folders, most)
         assert [int(path.name) for path in average] == expected
 
 
@@ -368,8 +427,9 @@ def test_a_model_is_not_saved_over_a_run(
     tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
 ) -> None:
     _save(checkpoints, run, 1)
-    with pytest.raises(FileExistsError):
-        save_model(tmp_path, *load_model(tmp_path))
+    for folder in (tmp_path, checkpoints.folder / "00000001"):
+        with pytest.raises(FileExistsError):
+            save_model(folder, *load_model(tmp_path))
 
 
 def test_training_does_not_modify_an_imported_model(
@@ -378,7 +438,7 @@ def test_training_does_not_modify_an_imported_model(
     _save(checkpoints, run, 1)
     config, *model = load_model(tmp_path)
     save_model(tmp_path / "imported", config, *model)
-    message = "contains an imported model, which training does not modify"
+    message = "is a finished or imported model, which training does not modify.*start-from"
     claim = open_run_dir(Workdir(tmp_path / "imported"), config)
     with pytest.raises(UserError, match=message), claim:
         pass

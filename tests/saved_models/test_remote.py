@@ -1,5 +1,6 @@
 """Work directories and text at URLs (fsspec's memory store): training, resuming, reading."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -18,9 +19,11 @@ from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
 from transformer_jax.decoding.program import local_copy
 from transformer_jax.errors import UserError
 from transformer_jax.saved_models import remote_workdir
-from transformer_jax.saved_models.checkpoint import complete_steps, load_model
+from transformer_jax.saved_models.checkpoint import complete_steps
+from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.saved_models.remote_workdir import local_workdir
-from transformer_jax.settings.config import PairsConfig, TokenizerConfig
+from transformer_jax.settings.config import Config, PairsConfig, TokenizerConfig
+from transformer_jax.storage.files import remote_path
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
@@ -69,9 +72,18 @@ def checkpoint(workdir, step, text):
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "array").write_text(text)
-    content = {"files": {"state/array": zlib.crc32(text.encode())}}
+    checksums = {"state/array": zlib.crc32(text.encode())}
+    content = {"config": dataclasses.asdict(Config()), "files": checksums}
     content = {"checksum": zlib.crc32(json.dumps(content).encode()), **content}
     (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def stored():
+    """All files at the URL except hidden ones, with their contents."""
+    store = fsspec.filesystem("memory")
+    paths = store.find("/bucket/run")
+    names = {path.removeprefix("/bucket/run/"): store.cat(path) for path in paths}
+    return {name: content for name, content in names.items() if "/." not in f"/{name}"}
 
 
 def files(folder):
@@ -98,11 +110,17 @@ def test_a_run_resumes_on_another_machine(tmp_path, monkeypatch):
     chex.assert_trees_all_equal(*(jax.tree.leaves(model) for model in (one, two)))
     assert tokenizer.target.vocab_size == 150
     load_model(local_workdir(f"{URL}/checkpoints/00000006"))
+    load_model(f"{URL}/model")
+    assert not (read / "checkpoints/00000004").exists()
 
 
 def test_the_url_and_readers_have_the_files_of_the_run(saved, store):
     read = local_workdir(URL)
-    assert files(read) == files(saved.folder)
+    assert stored() == files(saved.folder)
+    newest = {k: v for k, v in stored().items() if "00000002" not in k}
+    assert files(read) == newest
+    local_workdir(f"{URL}/checkpoints/00000002")
+    assert files(read) == stored()
     (read / "corpus").mkdir()
     (read / "corpus" / "tokens").write_text("the reader's own")
     shutil.rmtree(saved.folder / "checkpoints/00000002")
@@ -114,7 +132,8 @@ def test_the_url_and_readers_have_the_files_of_the_run(saved, store):
     (saved.folder / "tokenizer.model").rename(saved.folder / "tokenizer.source.model")
     push(saved)
     os.utime(read / "checkpoints/00000002/manifest.json", (0, 0))
-    assert files(local_workdir(URL)) == files(saved.folder)
+    local_workdir(f"{URL}/checkpoints/00000004")
+    assert files(local_workdir(URL)) == stored() == files(saved.folder)
     assert (read / "corpus" / "tokens").exists()
     assert not any("corpus" in path for path in store.find("/bucket"))
 
@@ -137,7 +156,7 @@ def test_the_manifest_is_copied_last(saved, store, monkeypatch):
     assert [path.rpartition("/")[2] for path in opened] == ["array", "manifest.json"]
     assert not (local_workdir(URL) / "checkpoints/00000006").exists()
     push(saved)
-    assert files(local_workdir(URL)) == files(saved.folder)
+    assert stored() == files(saved.folder)
 
 
 def test_the_url_overrides_files_unless_this_machine_wrote_last(
@@ -174,7 +193,7 @@ def test_a_run_ends_when_another_starts_at_its_url(tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
         train(run(2), URL, devices=ONE)
         first.checkpoints.save(first.state, first.progress)
-    assert complete_steps(local_workdir(URL) / "checkpoints") == [2]
+    assert complete_steps(remote_path(URL) / "checkpoints") == [2]
 
 
 def test_text_behind_urls(tmp_path, store, monkeypatch):
@@ -240,7 +259,34 @@ def test_a_checkpoint_deleted_during_a_copy_is_not_copied(saved, store, monkeypa
         return open_(path, mode, **options)
 
     monkeypatch.setattr(store, "open", gone)
+    local_workdir(f"{URL}/checkpoints/00000002")
     assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]
+
+
+def test_readers_copy_only_what_a_model_needs(store, monkeypatch):
+    """Of a finished run, the model; of a checkpoint, its parameters or their average."""
+    open_, opened = store.open, []
+
+    def noted(path, mode="rb", **options):
+        if mode == "rb" and "/checkpoints/" in path:
+            opened.append(path)
+        return open_(path, mode, **options)
+
+    config = run(4)
+    optimizer = dataclasses.replace(config.optimizer, ema_decay=0.5)
+    for name, part in ((URL, "parameters"), (f"{URL}2", "ema")):
+        if part == "ema":
+            config = dataclasses.replace(config, optimizer=optimizer)
+        train(config, name, devices=ONE)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "open", noted)
+            loaded = load_model(name)
+            assert not opened
+            one = load_model(f"{name}/checkpoints/00000004")
+            parts = {path.split("/state/")[1].split("/")[0] for path in opened if "/state/" in path}
+            assert {"parameters", "ema", "rest"} & parts == {part}
+        opened.clear()
+        chex.assert_trees_all_equal(*(jax.tree.leaves(model) for _, model, _ in (loaded, one)))
 
 
 def test_concurrent_readers_take_turns_and_keep_each_others_checkpoints(saved, store, monkeypatch):
@@ -257,8 +303,8 @@ def test_concurrent_readers_take_turns_and_keep_each_others_checkpoints(saved, s
 
     monkeypatch.setattr(remote_workdir, "mirror_checkpoints", counted)
     with ThreadPoolExecutor(3) as readers:
-        folders = list(readers.map(local_workdir, [URL] * 3))
-    assert most == 1 and len(set(folders)) == 1
+        folders = list(readers.map(local_workdir, [URL, f"{URL}/checkpoints/00000002", URL]))
+    assert most == 1 and set(folders) == {folders[0], folders[0] / "checkpoints/00000002"}
     store.rm("/bucket/run/checkpoints/00000002", recursive=True)
     assert complete_steps(local_workdir(URL) / "checkpoints") == [2, 4]
     os.utime(folders[0] / "checkpoints/00000002/manifest.json", (0, 0))
@@ -301,7 +347,7 @@ def test_training_continues_during_a_store_outage(store, monkeypatch, caplog):
     said = caplog.text
     assert "could not be copied to memory:" in said
     assert "the store is away. Nothing is lost" in said and "Training continues" in said
-    assert complete_steps(local_workdir(URL) / "checkpoints") == [4]
+    assert complete_steps(remote_path(URL) / "checkpoints") == [4]
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ from runs import (
 )
 
 from transformer_jax.saved_models.checkpoint import complete_steps
-from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.saved_models.remote_workdir import local_workdir, mirror_checkpoints
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import remote_path
 
@@ -215,6 +215,8 @@ class Rehearsal:
         assert losses[0] == losses[1]
         assert [step for step, _ in losses[0]] == list(range(1, steps + 1))
         copies = [shutil.copytree(w, self.folder / "copies" / w.name) for w in workdirs]
+        for url, copy in zip((URL, UNDISTURBED), copies):
+            mirror_checkpoints(remote_path(url) / "checkpoints", copy / "checkpoints")
         chex.assert_trees_all_equal(*(final_state(config(steps), copy) for copy in copies))
         self.say(f"a run that nothing disturbs: the same {steps} losses and the same last state")
 

@@ -1,6 +1,7 @@
 """Whole runs on a tiny task: files, kills, signals, devices, errors, bad losses, early stopping."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -27,7 +28,8 @@ from runs import (
 
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models.checkpoint import choose_checkpoints, complete_steps, load_model
+from transformer_jax.saved_models.checkpoint import complete_steps
+from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import (
     BatchConfig,
     Config,
@@ -205,7 +207,6 @@ def test_translations_are_scored_against_their_own_references(
     evaluator._translator = SimpleNamespace(translate=lambda lines: [line.text for line in lines])
     for name in ("_placed", "_whole"):
         monkeypatch.setattr(Evaluator, name, lambda self, parameters: parameters)
-    monkeypatch.setattr(evaluator_module, "load_parameters", lambda checkpoints: {})
     monkeypatch.setattr(evaluator_module, "allgather", allgather)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     for number in range(processes):
@@ -278,7 +279,9 @@ def without_test_set(config: Config) -> Config:
     return changed(config, data={"test": PairsConfig()})
 
 
-def test_training_stops_when_dev_loss_stops_improving(tmp_path: Path) -> None:
+def test_training_stops_when_dev_loss_stops_improving(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Lower patience can also end a run that is already finished."""
     config = tiny(steps=100, eval_every=2, checkpoint_every=100, patience=2, bleu_sentences=0)
     optimizer = OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30)
@@ -286,9 +289,12 @@ def test_training_stops_when_dev_loss_stops_improving(tmp_path: Path) -> None:
     more = changed(config, training={"steps": 6, "patience": 3})
     summary = train(more, tmp_path / "more", devices=ONE)
     assert (summary["steps"], summary["averaged_steps"]) == (6, [6])
+    assert not summary["stopped_early"] and "\ndone at step 6: " in capsys.readouterr().err
     for run in ("run", "more", "run"):  # the last one is already finished
         summary = train(config, tmp_path / run, devices=ONE)
         assert (summary["steps"], summary["stopped_early"]) == (6, True)
+        end = "stopped early at step 6 of 100, after 2 evaluations without improvement"
+        assert f"\n{end}: checkpoint 2; metrics in" in capsys.readouterr().err
         assert summary["averaged_steps"] == [2]
         assert complete_steps(tmp_path / run / "checkpoints") == [2, 6]
 
@@ -298,7 +304,7 @@ def test_training_stops_when_dev_loss_stops_improving(tmp_path: Path) -> None:
     [
         # dev losses of steps 3 and 6, then of the averages ending at 6
         ({"average": "auto"}, True, [3, 2.5, 2.5, 2.2, 2.4, 2.3, 2.6], [6, 5]),
-        ({"average": 2}, True, [3, 2.5], [6, 5]),
+        ({"average": 2}, True, [3, 2.5, 2.5, 2.2], [6, 5]),
         ({"average": "auto"}, False, [], [6]),
         # steps 3 and 6, averages ending at 6, averages ending at 3, the best step
         (
@@ -307,7 +313,7 @@ def test_training_stops_when_dev_loss_stops_improving(tmp_path: Path) -> None:
             [2.5, 3, 3, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.6],
             [3, 2],
         ),
-        ({"average": 2, "patience": 1, "steps": 99}, True, [2.5, 3], [3, 2]),
+        ({"average": 2, "patience": 1, "steps": 99}, True, [2.5, 3, 2.5, 2.4], [3, 2]),
     ],
 )
 def test_the_end_of_a_run_chooses_checkpoints_to_average(
@@ -328,7 +334,13 @@ def test_the_end_of_a_run_chooses_checkpoints_to_average(
     caplog.set_level("INFO")
 
     def names() -> list[int]:
-        return [int(path.name) for path in choose_checkpoints(tmp_path)]
+        """The steps of the model that ``load_model`` logs."""
+        caplog.clear()
+        load_model(tmp_path)
+        [found] = re.findall(
+            r"(?:: |so )(?:average of \d+ checkpoints,|checkpoint) (.*)\.$", caplog.text, re.M
+        )
+        return [int(step) for step in reversed(found.split(" to "))]
 
     remaining = iter(losses)
     monkeypatch.setattr(
@@ -338,16 +350,19 @@ def test_the_end_of_a_run_chooses_checkpoints_to_average(
         patch.setattr(Signals, "stop_after", lambda self, step: self._handle(15, None) or True)
         assert "averaged_steps" not in train(config, tmp_path, devices=ONE)
     assert names() == [1] and "has not finished" in caplog.text
+    assert not (tmp_path / "model").exists()
+    caplog.clear()
     summary = train(config, tmp_path, devices=ONE)
+    said = caplog.text
     assert next(remaining, None) is None and summary["averaged_steps"] == names() == averaged
     described = "average of 2 checkpoints, {1} to {0}" if len(averaged) > 1 else "checkpoint {}"
     assert described.format(*averaged) in capsys.readouterr().err
-    assert with_dev or "data.dev is not set" in caplog.text
-    load_model(tmp_path)
-    assert described.format(*averaged) in caplog.text
-    newest = max(complete_steps(tmp_path / "checkpoints"))
-    (tmp_path / "summary.json").write_text(json.dumps(summary | {"steps": newest - 1}))
-    assert names() == [newest]
+    assert with_dev or "data.dev is not set" in said
+    longer = changed(config, training={"steps": 99, "eval_every": 99, "patience": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(Signals, "stop_after", lambda self, step: self._handle(15, None) or True)
+        train(longer, tmp_path, devices=ONE)
+    assert names() == [summary["steps"] + 1]
 
 
 def test_a_failed_last_save_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,11 +69,24 @@ def test_tensorboard_curves(tmp_path: Path) -> None:
     }
 
 
-def test_a_corrupt_line_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("corrupt", "count"),
+    [
+        ([b'{"kind": \xff\n'], 1),
+        ([b"null\n", b"[]\n", b'{"kind": 1, "step": 1}\n', b'{"step": "1"}\n'], 4),
+        ([b"[" * 100_000 + b"\n"], 1),
+        ([], 0),
+    ],
+)
+def test_corrupt_lines_are_dropped_and_counted(
+    corrupt: list[bytes], count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Except for the last line, which is truncated if the process is killed."""
     line = b'{"kind": "train", "step": 1}\n'
-    (tmp_path / "metrics.jsonl").write_bytes(line + b'{"kind": \xff\n' + line)
+    (tmp_path / "metrics.jsonl").write_bytes(line + b"".join(corrupt) + line + b'{"kind": "tr')
     Reporter(tmp_path, steps=9, start_step=3).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == 2 * line
+    assert (f"Dropped {count} unreadable lines" in caplog.text) == (count > 0)
 
 
 def test_a_full_disk_loses_entries_but_does_not_end_the_run(

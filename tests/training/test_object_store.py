@@ -96,7 +96,8 @@ def test_killed_stopped_and_resumed_on_other_hosts(
         train(steps(stopped + 2), URL, devices=ONE)
     assert f"resuming at step {stopped}" in capfd.readouterr().err
     run = local_workdir(URL)
-    assert complete_steps(run / "checkpoints")[-1] == stopped + 2
+    assert complete_steps(checkpoints)[-1] == stopped + 2
+    assert (run / "model").exists() and not (run / "checkpoints").exists()
     assert [entry["step"] for entry in entries(run)] == list(range(1, stopped + 3))
     train(steps(killed + 3), tmp_path / "undisturbed", devices=ONE)
     one, several = (

@@ -15,7 +15,8 @@ from number_names import number_files
 from runs import ONE, changed, dev_figures, entries, no_evaluation, tiny
 
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models.checkpoint import complete_steps, load_model, write_manifest
+from transformer_jax.saved_models.checkpoint import complete_steps, write_manifest
+from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import Config, OptimizerConfig, PairsConfig
 from transformer_jax.settings.config_files import load_config_file, to_json
 from transformer_jax.tokenization.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from runs import ONE, changed, entries, final_state, no_evaluation, tiny
 
-from transformer_jax.saved_models.checkpoint import load_model
+from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import MeshConfig
 from transformer_jax.training.loop import train
 

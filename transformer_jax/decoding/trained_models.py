@@ -10,8 +10,7 @@ from typing import Any
 from transformer_jax.decoding.ensemble import Ensemble, vocabulary_sizes
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.saved_models.checkpoint import load_model
-from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
@@ -23,7 +22,7 @@ def load_models(
     """Load the model of a training run, or an ensemble of several runs, with the tokenizer and
     decoding settings of the (first) run.
 
-    ``workdir`` is the path or URL of a work directory or of one of its checkpoints. ``settings``
+    ``workdir`` is the path or URL of a work directory, a model folder or a checkpoint. ``settings``
     override fields of the run's ``decoding`` config.
 
     Raises:
@@ -32,9 +31,7 @@ def load_models(
     workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
     if not workdirs:
         raise UserError("workdir is empty; expected one or more work directories.")
-    configs, models, tokenizers = zip(
-        *(load_model(local_workdir(each)) for each in workdirs), strict=True
-    )
+    configs, models, tokenizers = zip(*map(load_model, workdirs), strict=True)
     for other, tokenizer in zip(workdirs, tokenizers, strict=True):
         if tokenizer.fingerprint != tokenizers[0].fingerprint:
             raise UserError(

@@ -25,7 +25,7 @@ class Export:
     """Export a trained model's weights, vocabulary and search settings to another library."""
 
     workdir: str
-    """Work directory of a training run, or the folder of one of its checkpoints."""
+    """Work directory of a training run, the folder of one of its checkpoints, or a model folder."""
     format: Literal["ctranslate2", "huggingface"]
     """A CTranslate2 folder, or a MarianMT folder for Hugging Face transformers."""
     output: str
@@ -34,8 +34,8 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Convert a Hugging Face MarianMT folder, such as an OPUS-MT model, to a work directory for
-    decode.py and train.py.
+    """Convert a Hugging Face MarianMT folder, such as an OPUS-MT model, to a model folder for
+    decode.py and train.py --training.start-from.
     """
 
     input: str
@@ -43,7 +43,7 @@ class Import:
     pytorch_model.bin.
     """
     workdir: str
-    """New or empty work directory to write to."""
+    """New or empty model folder to write to."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,13 +61,13 @@ def _run(argv: list[str] | None) -> None:
 
 def _export(task: Export) -> None:
     # Import late, so that flags are checked before JAX is loaded.
-    from transformer_jax import load_model, local_workdir
+    from transformer_jax import load_model
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_huggingface
 
     exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
     with _new_folder(task.output, "output") as folder:
-        config, model, tokenizer = load_model(local_workdir(task.workdir))
+        config, model, tokenizer = load_model(task.workdir)
         exports[task.format](config, model, tokenizer, folder)
     logger.info(
         "Wrote %s for %s. See docs/interop.md for differences in search.",

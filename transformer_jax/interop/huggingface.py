@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from transformer_jax import EOS_ID, PAD_ID, UNK_ID, Config, Tokenizer, Transformer
 from transformer_jax.interop.export import check_fields, write_sentencepiece
@@ -18,7 +19,6 @@ from transformer_jax.interop.weights import (
     sines_first,
     to_library,
 )
-from transformer_jax.support import needs_extra
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
 _POSITIONS = 1024  # length of the position table; our sinusoids have no maximum length
@@ -51,8 +51,6 @@ def export_huggingface(
     unchanged. Raises a ``UserError`` that names the field if the model differs from OPUS-MT in
     anything other than sizes, dropout and activation.
     """
-    with needs_extra("interop"):
-        from safetensors.numpy import save
     shape = config.model
     check_fields(
         shape,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.flax import load_file
 
 from transformer_jax import (
     Config,
@@ -30,7 +31,7 @@ from transformer_jax.interop.weights import (
     sines_first,
     to_library,
 )
-from transformer_jax.support import needs_extra, parse_object
+from transformer_jax.support import parse_object
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
 _NEVER = np.float32(-100)
@@ -167,8 +168,6 @@ def _read_tensors(folder: Path) -> Weights:
         file = folder / "pytorch_model.bin"
     try:
         if file.suffix == ".safetensors":
-            with needs_extra("interop"):
-                from safetensors.flax import load_file
             tensors = load_file(file)
         else:
             import torch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformer_jax import Config, UserError, load_config_file, local_workdir
 from transformer_jax.report.attention import SentenceAttention
+from transformer_jax.support import parse_object
 
 
 @dataclass
@@ -47,7 +47,8 @@ class Run:
         latest = self.latest()
         how = "unfinished"
         if latest.get("kind") == "end":
-            how = f"stopped by {by}" if (by := latest.get("stopped_by")) else "finished"
+            early = "stopped early" if latest.get("stopped_early") else "finished"
+            how = f"stopped by {by}" if (by := latest.get("stopped_by")) else early
         return f"{how}, step {latest.get('step', 0):,} of {self.config.training.steps:,}"
 
 
@@ -57,22 +58,24 @@ def read_run(location: str) -> Run:
     Raises ``UserError`` if config.json is missing or a file is corrupt.
     """
     workdir = local_workdir(location)
-    run = Run(location, workdir, load_config_file(workdir), _objects(workdir / "metrics.jsonl"))
-    for summary in _objects(workdir / "summary.json"):
+    entries = _objects(workdir / "metrics.jsonl", kind=str, step=int)
+    run = Run(location, workdir, load_config_file(workdir), entries)
+    for summary in _objects(workdir / "summary.json", steps=int):
         if summary["steps"] >= run.latest().get("step", 0):  # otherwise the run has been resumed
             run.entries.append(summary | {"kind": "end", "step": summary["steps"]})
     return run
 
 
-def _objects(file: Path) -> list[dict[str, Any]]:
-    """Parse the JSON objects in a file; none if it does not exist. Ignores an incomplete last line
-    of metrics.jsonl, which a run may be writing.
+def _objects(file: Path, **fields: type) -> list[dict[str, Any]]:
+    """Parse the JSON objects in a file, with these ``fields``; none if it does not exist. Ignores
+    an incomplete last line of metrics.jsonl, which a run may be writing.
     """
     if not file.exists():
         return []
     try:
         text = file.read_text("utf-8")
         objects = text.split("\n")[:-1] if file.suffix == ".jsonl" else [text]
-        return json.loads("[" + ",\n".join(objects) + "]")
-    except ValueError as error:
-        raise UserError(f"{str(file)!r} is corrupt: {error}. Fix or delete it.") from None
+        named = enumerate(objects, start=1)
+        return [parse_object(each, f"line {number}", **fields) for number, each in named]
+    except (ValueError, UserError) as error:
+        raise UserError(f"{str(file)!r} is corrupt: {error} Fix or delete it.") from None

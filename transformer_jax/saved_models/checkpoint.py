@@ -1,8 +1,9 @@
-"""Checkpoint format, integrity checks, and model loading.
+"""Checkpoint format, manifests and integrity checks.
 
 Layout of a work directory, local or in an object store (written by ``training/saver.py``)::
 
     config.json, tokenizer.model
+    model/               the finished model (``model_folder.py``)
     checkpoints/00000500/
         state/           Orbax: parameters, ema (if configured), rest (optimizer state, counters,
                          seed)
@@ -16,154 +17,35 @@ import dataclasses
 import json
 import logging
 import zlib
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import load_file
 
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer, abstract_model
+from transformer_jax.model.transformer import abstract_model
 from transformer_jax.settings.config import Config
-from transformer_jax.settings.config_files import from_json, load_config_file, to_json
+from transformer_jax.settings.config_files import from_json
 from transformer_jax.storage.files import (
     MANIFEST,
     AnyPath,
     files_in,
-    local_path,
     remove_folder,
     write_atomically,
 )
+from transformer_jax.storage.json_files import read_object
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-P = TypeVar("P", bound=AnyPath)
+PARAMETERS = "model.safetensors"
+"""Name of a model folder's parameters."""
 
-
-def load_model(path: str | Path) -> tuple[Config, Transformer, Tokenizer]:
-    """Load the trained model from a work directory or one of its checkpoints.
-
-    For a work directory, averages the checkpoints chosen at the end of training (``averaged_steps``
-    in summary.json) or, before that, loads the last checkpoint. Raises ``UserError`` if a
-    checkpoint is missing or corrupt.
-    """
-    chosen = choose_checkpoints(local_path(path))
-    workdir = chosen[0].parents[1]
-    decoding = load_config_file(workdir / "config.json").decoding
-    config = dataclasses.replace(config_of(chosen[0]), decoding=decoding)
-    graph = abstract_model(config.model).graph
-    log.info("%s: %s.", path, described(chosen))
-    parameters = jax.tree.map(jnp.asarray, load_parameters(chosen))
-    return config, nnx.merge(graph, parameters), load_tokenizer(workdir, chosen[0])
-
-
-def save_model(
-    workdir: str | Path, config: Config, model: Transformer, tokenizer: Tokenizer
-) -> None:
-    """Save a model that was not trained here as a new work directory.
-
-    Programs accept the folder as a work directory, but training cannot resume in it. To fine-tune
-    the model, pass the folder as ``training.start_from`` and train in another one.
-
-    Args:
-      workdir: the new folder; it must not contain checkpoints.
-      config: settings to save. ``model.config`` replaces their ``model`` field.
-
-    Raises:
-      FileExistsError: the folder already has checkpoints.
-    """
-    workdir, config = local_path(workdir), dataclasses.replace(config, model=model.config)
-    path = workdir / "checkpoints" / checkpoint_name(0)
-    path.parent.mkdir(parents=True)
-    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    ocp.save_checkpointables(path / "state", {"parameters": parameters})
-    write_manifest(path, config, tokenizer)
-    tokenizer.save(workdir)
-    # Written last: a folder without config.json is not a work directory.
-    (workdir / "config.json").write_text(to_json(config))
-
-
-def choose_checkpoints(path: Path) -> list[Path]:
-    """Return the folders of the checkpoints that ``load_model`` averages, newest first.
-
-    Raises the same errors as ``load_model``. All returned checkpoints are intact.
-    """
-    is_checkpoint = path.parent.name == "checkpoints" and path.name.isdigit()
-    workdir = path.parents[1] if is_checkpoint else path
-    steps = complete_steps(workdir / "checkpoints")
-    folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
-    if not folders or (is_checkpoint and path not in folders):
-        raise UserError(
-            f"{str(path)!r} has no checkpoint; expected a work directory written by train.py "
-            "--workdir, or one of the folders in its checkpoints/."
-        )
-    chosen = [path] if is_checkpoint else _chosen_at_the_end(workdir, folders)
-    for checkpoint in chosen:
-        if reason := corruption(checkpoint):
-            raise UserError(
-                f"Checkpoint {checkpoint} is corrupt: {reason}. Pass the folder of another "
-                "checkpoint."
-            )
-    return chosen
-
-
-def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
-    """Return the checkpoints listed in summary.json, or the last one if training has not ended."""
-    with suppress(OSError, ValueError, KeyError):
-        summary = json.loads((workdir / "summary.json").read_text())
-        if summary["steps"] == int(folders[0].name) and "averaged_steps" in summary:
-            return [workdir / "checkpoints" / checkpoint_name(s) for s in summary["averaged_steps"]]
-    if int(folders[0].name):  # not an imported model
-        log.info("Training in %s has not finished; using its last checkpoint.", workdir)
-    return folders[:1]
-
-
-def up_to(chosen: P, folders: Sequence[P], most: int, every: int) -> list[P]:
-    """Return up to ``most`` checkpoints, newest first: ``chosen`` and scheduled ones before it.
-
-    Checkpoints at multiples of ``every`` steps are scheduled. Checkpoints saved for an interruption
-    or an evaluation are excluded, so interruptions do not change a run's result.
-    """
-    older = folders[folders.index(chosen) + 1 :]
-    return [chosen, *[path for path in older if int(path.name) % every == 0][: most - 1]]
-
-
-def described(checkpoints: Sequence[AnyPath]) -> str:
-    """Describe averaged checkpoints (newest first) for a message."""
-    first, last = (int(checkpoints[i].name) for i in (-1, 0))
-    if len(checkpoints) == 1:
-        return f"checkpoint {last}"
-    return f"average of {len(checkpoints)} checkpoints, {first} to {last}"
-
-
-def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
-    """Average the parameters of checkpoints, or their EMA if ``optimizer.ema_decay`` is set.
-
-    Returns a nested dict of NumPy arrays.
-    """
-    return deque(load_averages(checkpoints), maxlen=1).pop()
-
-
-def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
-    """Yield the average of the first n checkpoints, for n = 1, 2, and so on.
-
-    Each checkpoint is read once. See ``load_parameters`` for what is averaged.
-    """
-    abstract = abstract_model(config_of(checkpoints[0]).model).parameters
-    wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
-    total: Any = None
-    for count, folder in enumerate(checkpoints, start=1):
-        which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
-        loaded = ocp.load_checkpointables(str(folder / "state"), {which: wanted})[which]
-        total = loaded if total is None else jax.tree.map(np.add, total, loaded)
-        yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
+_FORMAT = 1  # of checkpoints and model folders
 
 
 def checkpoint_name(step: int) -> str:
@@ -171,76 +53,110 @@ def checkpoint_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def complete_steps(checkpoints: AnyPath) -> list[int]:
-    """Return the steps of complete checkpoints in a ``checkpoints/`` folder, oldest first.
+def is_checkpoint(folder: AnyPath) -> bool:
+    """Return True for the path of a checkpoint, which may be missing."""
+    return folder.parent.name == "checkpoints" and folder.name.isdigit()
 
-    An imported model is step 0.
-    """
+
+def complete_steps(checkpoints: AnyPath) -> list[int]:
+    """Return the steps of complete checkpoints in a ``checkpoints/`` folder, oldest first."""
     names = (name.partition("/") for name in files_in(checkpoints))
     return [int(step) for step, _, file in names if file == MANIFEST and step.isdigit()]
 
 
-def config_of(checkpoint: AnyPath) -> Config:
-    """Return the config that a checkpoint was trained with."""
-    return from_json(json.dumps(_manifest(checkpoint).get("config")))
+def config_of(folder: AnyPath) -> Config:
+    """Return the config that a checkpoint or model was trained with."""
+    try:
+        return from_json(json.dumps(read_manifest(folder).get("config")))
+    except UserError as error:
+        raise UserError(f"{folder / MANIFEST} is corrupt: {error}") from None
 
 
-def progress_of(checkpoint: AnyPath) -> dict[str, Any]:
-    """Return the saved training progress, empty for a corrupt checkpoint or an imported model."""
-    return _manifest(checkpoint).get("progress", {})  # type: ignore[no-any-return]
+def unread_files(checkpoint: AnyPath) -> tuple[str, ...]:
+    """Return name prefixes of the files that only resuming reads."""
+    average = config_of(checkpoint).optimizer.ema_decay > 0
+    return "state/rest/", "state/parameters/" if average else "state/ema/"
 
 
-def load_tokenizer(folder: Path, checkpoint: AnyPath) -> Tokenizer:
-    """Load a work directory's tokenizer.
+def saved_parameters(folder: AnyPath) -> Any:
+    """Load the parameters of a model, or of a checkpoint (with ``optimizer.ema_decay``, their EMA).
 
-    Raises ``UserError`` if the checkpoint was trained with another tokenizer.
+    Returns a nested dict of NumPy arrays. Raises ``UserError`` if a file is corrupt.
+    """
+    kind, remedy = "Model", "Copy its folder again, or run train.py again to write it"
+    if is_checkpoint(folder):
+        kind, remedy = "Checkpoint", "Pass the folder of another checkpoint"
+    if reason := corruption(folder, resuming=False):
+        raise UserError(f"{kind} {folder} is corrupt: {reason}. {remedy}.")
+    config = config_of(folder)
+    abstract = abstract_model(config.model).parameters
+    if not is_checkpoint(folder):
+        tensors = load_file(str(folder / PARAMETERS))
+        return jax.tree.map_with_path(lambda path, _: tensors[tensor_name(path)], abstract)
+    part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
+    wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
+    return ocp.load_checkpointables(str(folder / "state"), {part: wanted})[part]
+
+
+def tensor_name(path: Any) -> str:
+    """Return the name of a parameter in a model's safetensors file."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def load_tokenizer(folder: Path, saved: AnyPath) -> Tokenizer:
+    """Load the tokenizer in ``folder``.
+
+    Raises ``UserError`` if the checkpoint or model ``saved`` was trained with another tokenizer.
     """
     tokenizer = Tokenizer.load(folder)
-    if tokenizer.fingerprint != _manifest(checkpoint).get("tokenizer"):
+    if tokenizer.fingerprint != read_manifest(saved).get("tokenizer"):
         raise UserError(
-            f"The tokenizer in {str(folder)!r} does not match checkpoint {str(checkpoint)!r}; "
+            f"The tokenizer in {str(folder)!r} does not match checkpoint {str(saved)!r}; "
             "expected the tokenizer*.model files that the run wrote. Restore them from a backup."
         )
     return tokenizer
 
 
 def write_manifest(
-    checkpoint: AnyPath,
-    config: Config,
-    tokenizer: Tokenizer,
-    progress: Mapping[str, Any] | None = None,
+    folder: AnyPath, config: Config, tokenizer: Tokenizer, more: Mapping[str, Any]
 ) -> None:
-    """Write the manifest, which marks the checkpoint as complete."""
+    """Write the manifest, which marks a checkpoint or model as complete."""
     content: dict[str, Any] = {
+        "format": _FORMAT,
         "config": dataclasses.asdict(config),
         "tokenizer": tokenizer.fingerprint,
-        "progress": progress or {},
-        "files": {name: _checksum(checkpoint / name) for name in files_in(checkpoint)},
+        **more,
+        "files": {name: _checksum(folder / name) for name in files_in(folder)},
     }
     content = {"checksum": zlib.crc32(json.dumps(content).encode()), **content}
-    path = checkpoint / MANIFEST
+    path = folder / MANIFEST
     text = json.dumps(content, indent=1)
     write_atomically(path, text) if isinstance(path, Path) else path.write_text(text)
 
 
-def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
-    """Return the contents of a checkpoint's manifest, empty if it is missing or not JSON."""
+def read_manifest(folder: AnyPath) -> dict[str, Any]:
+    """Return the contents of a manifest, empty if it is missing or not a JSON object.
+
+    Raises ``UserError`` if another version of the package wrote it.
+    """
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text())
-    except (FileNotFoundError, ValueError):
+        content = read_object(folder / MANIFEST)
+    except (FileNotFoundError, UserError):
         return {}
-    if "progress.json" in content:
+    version = content.get("format", 0 if "progress.json" in content else _FORMAT)
+    if version != _FORMAT:
         raise UserError(
-            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax and is no "
-            "longer supported. Load it with load_model from commit ef0d56b."
+            f"{str(folder)!r} has format {version!r}; this version of transformer_jax reads format "
+            f"{_FORMAT}. Use the later or earlier version that wrote it (format 0: load_model from "
+            "commit ef0d56b)."
         )
-    return content  # type: ignore[no-any-return]
+    return content
 
 
-def delete_checkpoint(checkpoint: AnyPath) -> None:
-    """Delete a checkpoint, manifest first, so a half-deleted one does not look complete."""
-    (checkpoint / MANIFEST).unlink(missing_ok=True)
-    remove_folder(checkpoint)
+def delete_checkpoint(folder: AnyPath) -> None:
+    """Delete a checkpoint or model, manifest first: a half-deleted one does not look complete."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    remove_folder(folder)
 
 
 def newest_intact(checkpoints: AnyPath) -> int | None:
@@ -262,14 +178,18 @@ def newest_intact(checkpoints: AnyPath) -> int | None:
     return None
 
 
-def corruption(checkpoint: AnyPath) -> str:
-    """Return the reason a checkpoint is corrupt, or an empty string if it is intact."""
-    content = _manifest(checkpoint)
+def corruption(folder: AnyPath, *, resuming: bool = True) -> str:
+    """Return the reason a checkpoint or model is corrupt, or an empty string if it is intact.
+
+    Files of a checkpoint that are only for resuming are checked only if ``resuming`` is set.
+    """
+    content = read_manifest(folder)
     if content.pop("checksum", None) != zlib.crc32(json.dumps(content).encode()):
         return f"{MANIFEST} is missing or has changed since it was saved"
+    unread = () if resuming else unread_files(folder)
     for name, checksum in content["files"].items():
         try:
-            if _checksum(checkpoint / name) != checksum:
+            if not name.startswith(unread) and _checksum(folder / name) != checksum:
                 return f"{name} has changed since it was saved"
         except FileNotFoundError:
             return f"{name} is missing"

@@ -1,14 +1,15 @@
-"""Copies work directories between object stores and this machine.
+"""Copies work directories and models between object stores and this machine.
 
 Object stores are accessed through fsspec, so any URL that it supports works: s3://, gs://, az://
-and others. A checkpoint's manifest is copied last, because a folder without a manifest is not a
-checkpoint. Tokenized corpora are not copied.
+and others. The manifest of a checkpoint or model is copied last, because a folder without a
+manifest is incomplete. Tokenized corpora are not copied.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformer_jax.errors import UserError
@@ -17,9 +18,12 @@ from transformer_jax.saved_models.checkpoint import (
     complete_steps,
     corruption,
     delete_checkpoint,
+    read_manifest,
+    unread_files,
 )
 from transformer_jax.storage.files import (
     MANIFEST,
+    MODEL,
     AnyPath,
     cache_folder,
     copy_file,
@@ -36,7 +40,11 @@ _GRACE_SECONDS = 3600.0  # another reader can still be loading a checkpoint that
 
 
 def local_workdir(workdir: str | Path) -> Path:
-    """Return a local folder for reading a work directory or checkpoint. A URL is copied first."""
+    """Return a local folder for reading a work directory, a model folder or a checkpoint.
+
+    A URL is copied first: small files and the model or, without ``model/``, the parameters of the
+    last checkpoint.
+    """
     if not is_url(str(workdir)):
         return existing_folder(workdir)
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
@@ -46,10 +54,17 @@ def local_workdir(workdir: str | Path) -> Path:
         if kind_of(store / "config.json") != "file":
             raise UserError(
                 f"{str(workdir)!r} has no config.json; expected a work directory written by "
-                "train.py --workdir."
+                "train.py --workdir, or a model folder."
             )
-        mirror_small_files(store, folder)
-        mirror_checkpoints(store / "checkpoints", folder / "checkpoints", grace=_GRACE_SECONDS)
+        is_model = kind_of(store / MANIFEST) == "file"
+        if is_model:
+            mirror_folder(store, folder)
+        else:
+            mirror_files(store, folder, model=not step)
+        if step or not (is_model or (folder / MODEL).exists()):
+            there, here = store / "checkpoints", folder / "checkpoints"
+            steps = [int(step)] if step.isdigit() else complete_steps(there)[-1:]
+            mirror_checkpoints(there, here, steps, grace=_GRACE_SECONDS)
     return folder / "checkpoints" / step if step else folder
 
 
@@ -64,8 +79,10 @@ def cached_folder(url: str, purpose: str) -> Path:
     return folder
 
 
-def mirror_small_files(source: AnyPath, target: AnyPath) -> None:
-    """Copy all files except checkpoints, corpora and hidden files."""
+def mirror_files(source: AnyPath, target: AnyPath, *, model: bool = True) -> None:
+    """Copy all files except checkpoints, corpora and hidden files; optionally without the model."""
+    if model:
+        mirror_folder(source / MODEL, target / MODEL)
     names = _small_files(source)
     for name in names:
         copy_file(source / name, target / name)
@@ -74,35 +91,37 @@ def mirror_small_files(source: AnyPath, target: AnyPath) -> None:
             (target / name).unlink()
 
 
-def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) -> None:
+def mirror_checkpoints(
+    source: AnyPath, target: AnyPath, steps: Iterable[int] | None = None, *, grace: float = 0
+) -> None:
     """Copy complete checkpoints that are missing or different in ``target``, manifests last.
 
-    Deletes checkpoints from ``target`` that ``source`` does not have, once they are ``grace``
-    seconds old.
+    With ``steps``, copies only these, without the files that are only for resuming. Deletes
+    checkpoints from ``target`` that ``source`` does not have, once they are ``grace`` seconds old.
     """
-    there, here = complete_steps(source), complete_steps(target)
-    for name in map(checkpoint_name, there):
-        if int(name) in here and _same(source / name, target / name):
-            continue
-        delete_checkpoint(target / name)
-        try:
-            copy_folder(source / name, target / name)
-        except FileNotFoundError:  # the run has deleted it in the meantime
-            delete_checkpoint(target / name)
-    for name in map(checkpoint_name, set(here).difference(there)):
+    there = complete_steps(source)
+    for name in map(checkpoint_name, there if steps is None else set(steps).intersection(there)):
+        mirror_folder(source / name, target / name, resuming=steps is None)
+    for name in map(checkpoint_name, set(complete_steps(target)).difference(there)):
         if not grace or time.time() - (target / name / MANIFEST).stat().st_mtime > grace:
             delete_checkpoint(target / name)
 
 
-def _same(source: AnyPath, target: AnyPath) -> bool:
-    """Return True if two checkpoints are identical. A local ``target`` must also be intact."""
-    same: bool = (source / MANIFEST).read_bytes() == (target / MANIFEST).read_bytes()
-    return same and not (isinstance(target, Path) and corruption(target))
+def mirror_folder(source: AnyPath, target: AnyPath, *, resuming: bool = True) -> None:
+    """Copy a checkpoint or model if it is missing or different in ``target``, manifest last."""
+    same = read_manifest(source) == read_manifest(target)
+    if same and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
+        return
+    delete_checkpoint(target)
+    try:
+        copy_folder(source, target, () if resuming else unread_files(source))
+    except FileNotFoundError:  # the run has deleted it in the meantime
+        delete_checkpoint(target)
 
 
 def _small_files(folder: AnyPath) -> list[str]:
     return [
         name
         for name in files_in(folder)
-        if not name.startswith(("checkpoints/", "corpus/")) and "/." not in f"/{name}"
+        if not name.startswith(("checkpoints/", f"{MODEL}/", "corpus/")) and "/." not in f"/{name}"
     ]

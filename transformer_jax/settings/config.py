@@ -324,8 +324,8 @@ class TrainingConfig(Section, prefix="training."):
     steps: Positive = 100_000
     """Number of optimizer steps."""
     start_from: str = ""
-    """Fine-tuning: a work directory or checkpoint folder that provides the tokenizer and initial
-    parameters (averaged as in decode.py if it is a work directory); '': train from scratch."""
+    """Fine-tuning: a work directory, model folder or checkpoint folder that provides the tokenizer
+    and initial parameters (of the model that decode.py uses); '': train from scratch."""
     label_smoothing: Fraction = 0.1
     """Label smoothing (epsilon_ls in section 5.4)."""
     r_drop: NonNegative = 0.0
@@ -347,11 +347,10 @@ class TrainingConfig(Section, prefix="training."):
     """Checkpoint retention: number of newest checkpoints to keep. The best checkpoint on the dev
     set (select_by) is also kept, along with the checkpoints that can be averaged with it."""
     average: Literal["auto"] | Positive = "auto"
-    """Checkpoint averaging: number of checkpoints to average for the test set and decode.py. These
-    are the last checkpoints or, after early stopping, the best checkpoint on the dev set and the
-    checkpoints before it; 1: a single checkpoint. auto: when training ends, the average of 1 to 5
-    checkpoints with the lowest dev loss; until then, or without data.dev, only the last
-    checkpoint."""
+    """Checkpoint averaging: number of checkpoints to average for the model, when training ends.
+    These are the last checkpoints or, after early stopping, the best checkpoint on the dev set and
+    the checkpoints before it; 1: a single checkpoint. auto: the average of 1 to keep_checkpoints
+    checkpoints with the lowest dev loss or, without data.dev, only the last checkpoint."""
     select_by: Literal["loss", "bleu"] = "loss"
     """Dev-set metric for selecting the best checkpoint and for early stopping."""
     patience: Count = 0
@@ -371,11 +370,6 @@ class TrainingConfig(Section, prefix="training."):
             self.select_by == "loss" or self.bleu_sentences > 0,
             "'loss', because training.bleu_sentences is 0",
         )
-
-    @property
-    def most_averaged(self) -> int:
-        """Maximum number of checkpoints averaged at the end of training."""
-        return 5 if self.average == "auto" else self.average
 
 
 @dataclass(frozen=True)

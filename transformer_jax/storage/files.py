@@ -26,7 +26,10 @@ AnyPath: TypeAlias = "Path | UPath"
 """A local path or the path of a URL, as returned by ``to_path``."""
 
 MANIFEST = "manifest.json"
-"""Name of the last file to be written to a checkpoint or a corpus."""
+"""Name of the last file to be written to a checkpoint, a model or a corpus."""
+
+MODEL = "model"
+"""Name of the finished model's folder in a work directory."""
 
 _PATIENCE_SECONDS = 600.0  # an object store can be down for minutes
 _PAUSE_SECONDS = 5.0
@@ -52,8 +55,8 @@ def existing_folder(workdir: str | Path) -> Path:
     folder = local_path(workdir)
     if not folder.is_dir():
         raise UserError(
-            f"{str(workdir)!r} is not a folder; expected a work directory written by train.py, or "
-            "the folder of one of its checkpoints."
+            f"{str(workdir)!r} is not a folder; expected a work directory written by train.py, "
+            "the folder of one of its checkpoints, or a model folder."
         )
     return folder
 
@@ -166,10 +169,14 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
         shutil.copyfileobj(file, copy, 1 << 22)
 
 
-def copy_folder(source: AnyPath, target: AnyPath) -> None:
-    """Copy a folder. Its manifest, which marks it as complete, is copied last."""
+def copy_folder(source: AnyPath, target: AnyPath, skipped: tuple[str, ...] = ()) -> None:
+    """Copy a folder, except files with ``skipped`` prefixes.
+
+    Its manifest, which marks it as complete, is copied last.
+    """
     for name in sorted(files_in(source), key=lambda name: name == MANIFEST):
-        copy_file(source / name, target / name)
+        if not name.startswith(skipped):
+            copy_file(source / name, target / name)
 
 
 def files_in(folder: AnyPath) -> list[str]:

@@ -6,7 +6,6 @@ Evaluation uses all devices in all processes.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,20 +20,13 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.devices.distributed import allgather, broadcast_from_first
 from transformer_jax.devices.sharding import batch_sharding, replicated
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
-from transformer_jax.saved_models.checkpoint import (
-    checkpoint_name,
-    load_averages,
-    load_parameters,
-    up_to,
-)
+from transformer_jax.saved_models.averaging import choose
+from transformer_jax.saved_models.checkpoint import checkpoint_name
 from transformer_jax.settings.config import BatchConfig
-from transformer_jax.storage.files import AnyPath
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
 from transformer_jax.training.reporting import means
 from transformer_jax.training.step import Parameters
-
-log = logging.getLogger(__name__)
 
 _EVALUATION_SHAPES = 4  # few, because each shape is compiled for only a few batches
 
@@ -85,35 +77,29 @@ class Evaluator:
         lines = zip(("source", "reference", "translation"), (*pairs[0], translations[0]))
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
-    def choose(self) -> list[AnyPath]:
-        """Choose the checkpoints to average for the run's model, newest first.
+    def choose(self) -> tuple[list[int], Any]:
+        """Choose the run's model (see ``averaging.choose``).
 
-        ``training.average`` sets how many; ``auto`` selects the number with the lowest dev loss.
+        Returns the averaged steps, newest first, and the parameters as NumPy arrays.
         """
         run, training = self._run, self._run.config.training
-        steps = broadcast_from_first(run.checkpoints.steps)
-        folders = [run.checkpoints.folder / checkpoint_name(step) for step in reversed(steps)]
-        best = [path for path in folders if int(path.name) == run.progress.best_step]
-        chains = [
-            up_to(end, folders, training.most_averaged, training.checkpoint_every)
-            for end in dict.fromkeys([folders[0], *best])
-        ]
-        if training.average != "auto":
-            return chains[-1 if run.progress.early_stopping_triggered(training.patience) else 0]
-        if self._dev is None:
-            log.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
-            return chains[0][:1]
-        losses: dict[float, list[AnyPath]] = {}
-        for chain in chains:
-            for count, average in enumerate(load_averages(chain), start=1):
-                sums = self._loss(self._placed(average), self._dev)
-                losses.setdefault(means(sums)["loss"], chain[:count])
-        return losses[min(losses)]
+        dev, folder = self._dev, run.checkpoints.folder
+        steps = broadcast_from_first(lambda: run.checkpoints.steps()[::-1])
+        checkpoints, average = choose(
+            [folder / checkpoint_name(step) for step in steps],
+            run.progress.best_step,
+            training,
+            stopped_early=run.progress.early_stopping_triggered(training.patience),
+            dev_loss=None
+            if dev is None
+            else lambda average: means(self._loss(self._placed(average), dev))["loss"],
+        )
+        return [int(path.name) for path in checkpoints], average
 
-    def test(self, checkpoints: Sequence[AnyPath]) -> tuple[dict[str, Any], Evaluation]:
-        """Evaluate the average of these checkpoints on the test set."""
+    def test(self, parameters: Any) -> tuple[dict[str, Any], Evaluation]:
+        """Evaluate parameters on the test set."""
         run, pairs = self._run, self._run.pairs["test"]
-        translations = self._translate(self._placed(load_parameters(checkpoints)), pairs)
+        translations = self._translate(self._placed(parameters), pairs)
         references = [target for _, target in pairs]
         scores = evaluate(translations, references, tokenize=run.config.training.bleu_tokenize)
         figures: dict[str, Any] = {

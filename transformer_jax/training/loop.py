@@ -14,12 +14,13 @@ from typing import Any
 import jax
 
 from transformer_jax.data.loader import load_batches
-from transformer_jax.devices.distributed import is_first, lost_contact
+from transformer_jax.devices.distributed import is_first, lost_contact, raise_on_any_process
 from transformer_jax.devices.sharding import batch_sharding
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.saved_models.checkpoint import described
+from transformer_jax.saved_models.averaging import described
+from transformer_jax.saved_models.model_folder import write_model
 from transformer_jax.settings.config import Config
-from transformer_jax.storage.files import write_atomically
+from transformer_jax.storage.files import MODEL, write_atomically
 from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
@@ -195,7 +196,7 @@ class _Loop:
         run, progress, stopped_by = self._run, self._progress, self._signals.received
         summary: dict[str, Any] = {
             "stopped_by": stopped_by,
-            "stopped_early": progress.early_stopping_triggered(self._config.training.patience),
+            "stopped_early": self._step < self._config.training.steps and not stopped_by,
             "steps": self._step,
             "epochs": self._step / run.plan.steps_per_epoch,
             "bad_steps": int(self._state.bad_steps),
@@ -210,14 +211,25 @@ class _Loop:
             end = f"{stopped_by}: saved at step {self._step}. Run the same command again to resume."
         else:
             self._now("choosing the checkpoints to average")
-            checkpoints = self._evaluator.choose()
+            summary["averaged_steps"], parameters = self._evaluator.choose()
+            self._now("writing the model")
+            steps = summary["averaged_steps"]
+            with raise_on_any_process():
+                if is_first():
+                    folder = run.workdir.folder / MODEL
+                    write_model(folder, run.config, parameters, run.tokenizer, steps)
+            model = described(steps)
             if "test" in run.pairs:
                 self._now("evaluating on the test set")
-                summary["test"], scores = self._evaluator.test(checkpoints)
-                self._reporter.say(f"test, {described(checkpoints)}: {scores}")
-            summary["averaged_steps"] = [int(path.name) for path in checkpoints]
-            model, file = described(checkpoints), f"{run.workdir.store}/summary.json"
-            end = f"done at step {self._step}: {model}; metrics in {file}"
+                summary["test"], scores = self._evaluator.test(parameters)
+                self._reporter.say(f"test, {model}: {scores}")
+            end = f"done at step {self._step}"
+            if summary["stopped_early"]:
+                end = (
+                    f"stopped early at step {self._step} of {self._config.training.steps}, after "
+                    f"{progress.since_best} evaluations without improvement"
+                )
+            end = f"{end}: {model}; metrics in {run.workdir.store}/summary.json"
         if is_first():
             text = json.dumps(summary, indent=2) + "\n"
             write_atomically(run.workdir.folder / "summary.json", text)

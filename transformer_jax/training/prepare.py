@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import resource
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,15 +37,8 @@ from transformer_jax.devices.distributed import (
 from transformer_jax.devices.sharding import check_rows, make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import check_bleu
-from transformer_jax.saved_models.checkpoint import (
-    checkpoint_name,
-    choose_checkpoints,
-    config_of,
-    described,
-    load_parameters,
-    load_tokenizer,
-)
-from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.saved_models.checkpoint import checkpoint_name, load_tokenizer
+from transformer_jax.saved_models.model_folder import load_parameters
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import flatten, to_json
 from transformer_jax.storage.files import copy_folder, retry, write_atomically
@@ -65,6 +61,7 @@ from transformer_jax.training.workdir import Workdir, open_run_dir
 log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
+Start = tuple[Any, Tokenizer]  # NumPy parameters and tokenizer of training.start_from
 
 _FEWEST_FILES = 256  # open files; with fewer, Orbax and JAX fail with unclear errors
 
@@ -122,7 +119,7 @@ def prepare(
         newest = broadcast_from_first(lambda: stack.enter_context(claim))
         place.check_shared_folder()
         with raise_on_any_process():
-            start = [] if newest is not None else _start_checkpoints(config)
+            start = None if newest is not None else _start_model(config)
         tokenizer, corpora = first_then_others(
             lambda: _tokenized(place, config, texts, newest, start)
         )
@@ -130,7 +127,7 @@ def prepare(
         check_agreement(
             {
                 "tokenizer": tokenizer.fingerprint,
-                "training.start_from": [path.name for path in start],
+                "training.start_from": start and _checksum(start[0]),
                 **{f"text of data.{name}": texts[name].fingerprint for name in pairs},
             }
         )
@@ -173,7 +170,7 @@ def _tokenized(
     config: Config,
     texts: dict[str, ParallelText],
     newest: int | None,
-    start: list[Path],
+    start: Start | None,
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
     """Load or build the tokenizer and, in process 0, the train and dev corpora."""
     if not is_first():
@@ -259,17 +256,17 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
 
 
 def prepare_tokenizer(
-    place: Workdir, config: Config, text: ParallelText, newest: int | None, start: list[Path]
+    place: Workdir, config: Config, text: ParallelText, newest: int | None, start: Start | None
 ) -> Tokenizer:
     """Load the newest checkpoint's tokenizer, or create one if no checkpoint exists.
 
-    A new tokenizer comes from the checkpoints to start from, or is trained on the text.
+    A new tokenizer comes from the model to start from, or is trained on the text.
     """
     if newest is not None:
         return load_tokenizer(place.folder, place.checkpoints / checkpoint_name(newest))
     if start:
         symbols = config.tokenizer.user_defined_symbols
-        tokenizer = load_tokenizer(start[0].parents[1], start[0]).with_symbols(symbols)
+        tokenizer = start[1].with_symbols(symbols)
     else:
         log.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), config.tokenizer)
@@ -313,36 +310,40 @@ def _resume(
     return state, progress
 
 
-def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
-    """Create the initial state from random parameters or the average of checkpoints."""
+def _initial_state(functions: StepFunctions, start: Start | None) -> TrainState:
+    """Create the initial state from random parameters or another model's."""
     state = functions.init()
-    if not start:
+    if start is None:
         return state
     abstract: Parameters = functions.abstract_state.parameters
-    log.info("Starting from the parameters of %s: %s.", start[0].parents[1], described(start))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    parameters = to_global_arrays(jax.tree.map(_grown, load_parameters(start), abstract), shardings)
+    parameters = to_global_arrays(jax.tree.map(_grown, start[0], abstract), shardings)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
     return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
 
 
-def _start_checkpoints(config: Config) -> list[Path]:
-    """Return the checkpoints of ``training.start_from``, selected as in ``load_model``.
+def _start_model(config: Config) -> Start | None:
+    """Load the model of ``training.start_from``, as ``load_model`` does.
 
-    Raises ``UserError`` if none exist, or if their model settings differ from ``config.model``.
+    Raises ``UserError`` if its model settings differ from ``config.model``.
     """
     name = config.training.start_from
     if not name:
-        return []
-    chosen = choose_checkpoints(local_workdir(name))
-    theirs = config_of(chosen[0])
+        return None
+    log.info("Starting from the parameters of %s.", name)
+    theirs, *start = load_parameters(name)
     ours = dataclasses.replace(theirs, model=config.model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
             f"training.start_from is {name!r}, but its model settings differ from this run's. "
             f"Use --config {name}. {fields_that_differ(fixed)}"
         )
-    return chosen
+    return start[0], start[1]
+
+
+def _checksum(parameters: Any) -> int:
+    """Return one number that differs for other parameters."""
+    return functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), jax.tree.leaves(parameters), 0)
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:

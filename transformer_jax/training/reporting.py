@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import operator
 import os
@@ -20,11 +21,14 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from transformer_jax.devices.distributed import is_first
-from transformer_jax.errors import LossyStream
+from transformer_jax.errors import LossyStream, UserError
 from transformer_jax.storage.files import write_atomically
+from transformer_jax.storage.json_files import parse_object
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import StepMetrics
+
+log = logging.getLogger(__name__)
 
 
 def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
@@ -195,12 +199,15 @@ def _truncate(path: Path, last_step: int) -> None:
     """Drop entries written after a step was saved, including the evaluation of that step."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    kept, unreadable = [], 0
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for line in lines:
         try:
-            entry = json.loads(line)
+            entry = parse_object(line, str(path), step=int, kind=str)
             if (entry["step"], entry["kind"] == "dev") <= (last_step, False):
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # a line truncated when the process was killed
+        except UserError:
+            unreadable += line is not lines[-1]  # truncated when the process was killed
+    if unreadable:
+        log.warning("Dropped %d unreadable lines of %s.", unreadable, path)
     write_atomically(path, "".join(kept))

@@ -17,15 +17,17 @@ from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.devices.distributed import broadcast_from_first, is_first
 from transformer_jax.errors import UserError, one_line
+from transformer_jax.saved_models.averaging import kept
 from transformer_jax.saved_models.checkpoint import (
     checkpoint_name,
     complete_steps,
     delete_checkpoint,
-    progress_of,
+    read_manifest,
     write_manifest,
 )
+from transformer_jax.saved_models.model_folder import is_model
 from transformer_jax.settings.config import Config
-from transformer_jax.storage.files import MANIFEST, AnyPath, remove_folder, retry
+from transformer_jax.storage.files import MANIFEST, MODEL, AnyPath, remove_folder, retry
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import TrainState
@@ -51,9 +53,7 @@ class Checkpoints:
 
         A step that is already complete is not saved again. If saving fails, the error is logged and
         older checkpoints are kept; if no checkpoint exists, the next save raises ``UserError``.
-        Retention keeps the newest checkpoint, the newest ``keep_checkpoints`` scheduled
-        checkpoints, the best checkpoint on the dev set, and checkpoints that can be averaged with
-        the best one.
+        After a save, older checkpoints are deleted (see ``kept``).
         """
         self.wait()
         path, store = self.folder / checkpoint_name(int(state.step)), self._workdir.store
@@ -88,12 +88,16 @@ class Checkpoints:
         """Return the steps that have a complete checkpoint, oldest first."""
         return retry(self.folder, lambda: complete_steps(self.folder))
 
+    def folders(self) -> list[AnyPath]:
+        """Return the folders of complete checkpoints, newest first."""
+        return [self.folder / checkpoint_name(step) for step in reversed(self.steps())]
+
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
         """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
         path = self.folder / checkpoint_name(step)
         parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
         state = TrainState(parameters=parts["parameters"], ema=parts.get("ema"), **parts["rest"])
-        return state, Progress(**progress_of(path))
+        return state, Progress(**read_manifest(path)["progress"])
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
@@ -116,7 +120,8 @@ class Checkpoints:
                 return
             _try(self._workdir.push_files)
             noted = dataclasses.asdict(progress)
-            retry(path, lambda: write_manifest(path, self._config, self._tokenizer, noted))
+            content = self._config, self._tokenizer, {"progress": noted}
+            retry(path, lambda: write_manifest(path, *content))
         except Exception as error:
             self._discard(path, error)
             return
@@ -124,12 +129,11 @@ class Checkpoints:
         _try(self._workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
-        steps, training = self.steps(), self._config.training
-        regular = [step for step in steps if step % training.checkpoint_every == 0]
-        up_to_best = [step for step in regular if step <= (best_step or 0)]
-        kept = {steps[-1], best_step, *regular[-training.keep_checkpoints :]}
-        for step in set(steps) - kept.union(up_to_best[-training.most_averaged :]):
-            delete_checkpoint(self.folder / checkpoint_name(step))
+        folders, model = self.folders(), self._workdir.folder / MODEL
+        for old in {*folders} - kept(folders, best_step, self._config.training):
+            delete_checkpoint(old)
+        if is_model(model):  # the run had finished, and continues
+            delete_checkpoint(model)
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
         if is_first():

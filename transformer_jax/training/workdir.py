@@ -16,6 +16,7 @@ from transformer_jax.data.corpus import TEMPORARY
 from transformer_jax.devices.distributed import broadcast_from_first, raise_on_any_process
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.saved_models.checkpoint import (
+    PARAMETERS,
     checkpoint_name,
     complete_steps,
     config_of,
@@ -25,7 +26,7 @@ from transformer_jax.saved_models.checkpoint import (
 from transformer_jax.saved_models.remote_workdir import (
     cached_folder,
     mirror_checkpoints,
-    mirror_small_files,
+    mirror_files,
 )
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import load_config_file, to_json
@@ -33,6 +34,7 @@ from transformer_jax.storage.files import (
     AnyPath,
     files_in,
     is_url,
+    kind_of,
     local_path,
     locked,
     remote_path,
@@ -120,14 +122,14 @@ class Workdir:
         """
         if self.folder is self.store or _token(self.store) == (_token(self.folder) or None):
             return
-        mirror_small_files(self.store, self.folder)
+        mirror_files(self.store, self.folder)
         if self._copies_checkpoints:
             mirror_checkpoints(self.store / "checkpoints", self.checkpoints)
 
     def push_files(self) -> None:
         """Mirror the local folder to the URL, except for checkpoints."""
         if self.folder is not self.store:
-            self._push(mirror_small_files, self.folder, self.store)
+            self._push(mirror_files, self.folder, self.store)
 
     def push_checkpoints(self) -> None:
         """Mirror the local checkpoints to the URL, unless Orbax writes them there directly.
@@ -185,8 +187,8 @@ def open_run_dir(
     settings. A folder without a checkpoint is reused, with its corpora.
 
     Raises:
-      UserError: the folder is in use by another run, holds a run with another config or an imported
-        model, or is not a work directory. Its contents are unchanged.
+      UserError: the folder is in use by another run, holds a run with another config, is a model
+        folder or is not a work directory. Its contents are unchanged.
     """
     folder = workdir.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -195,6 +197,12 @@ def open_run_dir(
         raise UserError(
             f"{str(folder)!r} is not empty but has no config.json; expected a new folder or a "
             "work directory."
+        )
+    if kind_of(workdir.store / PARAMETERS) or 0 in complete_steps(workdir.checkpoints):
+        raise UserError(
+            f"{str(workdir.store)!r} is a finished or imported model, which training does not "
+            f"modify. To fine-tune it, pass --training.start-from {workdir.store} and another "
+            "--workdir."
         )
     with ExitStack() as stack:
         try:
@@ -208,12 +216,6 @@ def open_run_dir(
             remove_folder(left)
         workdir.pull()
         steps = complete_steps(workdir.checkpoints)
-        if 0 in steps:
-            raise UserError(
-                f"{str(workdir.store)!r} contains an imported model, which training does not "
-                f"modify. To fine-tune it, pass --training.start-from {workdir.store} and another "
-                "--workdir."
-            )
         newest = newest_intact(workdir.checkpoints)
         if newest is None:
             if (path := folder / "config.json").exists():
@@ -232,6 +234,8 @@ def _delete_other_checkpoints(folder: AnyPath, kept: list[int]) -> None:
     names = {name.partition("/")[0] for name in files_in(folder)}
     for name in names.difference(map(checkpoint_name, kept)):
         if name.isdigit():  # other names are not checkpoints
+            if int(name) > max(kept, default=0):
+                log.warning("Deleting %s, which is incomplete or corrupt.", folder / name)
             delete_checkpoint(folder / name)
 
 

@@ -1,0 +1,141 @@
+"""Model folders, and loading a model from one, from a work directory or from a checkpoint.
+
+Layout of a model folder, such as ``model/`` in a work directory::
+
+    config.json          settings
+    tokenizer.model      or the tokenizer's other files
+    model.safetensors    float32 parameters
+    manifest.json        config, the tokenizer's fingerprint, the averaged steps (none for an
+                         imported model), CRC-32 of every file; written last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save
+
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer, abstract_model
+from transformer_jax.saved_models.averaging import described
+from transformer_jax.saved_models.checkpoint import (
+    PARAMETERS,
+    checkpoint_name,
+    complete_steps,
+    config_of,
+    delete_checkpoint,
+    is_checkpoint,
+    load_tokenizer,
+    read_manifest,
+    saved_parameters,
+    tensor_name,
+    write_manifest,
+)
+from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import load_config_file, to_json
+from transformer_jax.storage.files import (
+    MODEL,
+    AnyPath,
+    kind_of,
+    local_path,
+    remove_folder,
+    write_atomically,
+)
+from transformer_jax.tokenization.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def load_model(path: str | Path) -> tuple[Config, Transformer, Tokenizer]:
+    """Load the trained model from a work directory, a model folder or a checkpoint, or their URL.
+
+    In a work directory, this is the model in ``model/`` or, until training finishes, the newest
+    checkpoint, and its config.json determines the ``decoding`` settings. Raises ``UserError`` if
+    the model or checkpoint is missing or corrupt.
+    """
+    config, parameters, tokenizer = load_parameters(path)
+    graph = abstract_model(config.model).graph
+    return config, nnx.merge(graph, jax.tree.map(jnp.asarray, parameters)), tokenizer
+
+
+def load_parameters(path: str | Path) -> tuple[Config, Any, Tokenizer]:
+    """Load a model like ``load_model``, but as a nested dict of NumPy arrays."""
+    saved, note = local_workdir(path), ""
+    workdir = saved
+    if is_checkpoint(saved):
+        workdir = saved.parents[1]
+    elif (saved / MODEL).exists():
+        saved /= MODEL
+    elif steps := complete_steps(saved / "checkpoints"):
+        saved = saved / "checkpoints" / checkpoint_name(steps[-1])
+        note = "no model/ (training has not finished, or an earlier version ended it), so "
+    if not (is_checkpoint(saved) or is_model(saved)):
+        raise UserError(
+            f"{str(path)!r} has no checkpoint; expected a work directory written by train.py "
+            "--workdir, one of the folders in its checkpoints/, or a model folder."
+        )
+    parameters, config = saved_parameters(saved), config_of(saved)
+    alone = is_checkpoint(saved)
+    tokenizer = load_tokenizer(workdir if alone else saved, saved)
+    steps = [int(saved.name)] if alone else read_manifest(saved)["steps"]
+    log.info("%s: %s%s.", path, note, described(steps))
+    decoding = load_config_file(workdir / "config.json").decoding
+    return dataclasses.replace(config, decoding=decoding), parameters, tokenizer
+
+
+def save_model(
+    folder: str | Path, config: Config, model: Transformer, tokenizer: Tokenizer
+) -> None:
+    """Save a model that was not trained here as a model folder.
+
+    Programs accept it in place of a work directory, except for training. To fine-tune the model,
+    pass the folder as ``training.start_from`` and train in another one.
+
+    Args:
+      folder: a new or empty folder.
+      config: settings to save. ``model.config`` replaces their ``model`` field.
+
+    Raises:
+      FileExistsError: the folder is not empty.
+    """
+    folder, config = local_path(folder), dataclasses.replace(config, model=model.config)
+    if is_model(folder):
+        raise FileExistsError(f"{str(folder)!r} is already a model; expected a new folder.")
+    write_model(folder, config, nnx.to_pure_dict(nnx.state(model, nnx.Param)), tokenizer, [])
+
+
+def is_model(folder: AnyPath) -> bool:
+    """Return True for a model folder, even if it is incomplete."""
+    return kind_of(folder / PARAMETERS) == "file" or "steps" in read_manifest(folder)
+
+
+def write_model(
+    folder: Path, config: Config, parameters: Any, tokenizer: Tokenizer, steps: Sequence[int]
+) -> None:
+    """Write a model folder, replacing an earlier model. ``steps`` are the averaged checkpoints.
+
+    The folder gets its name once it is complete.
+    """
+    if any(folder.glob("*")) and not is_model(folder):
+        raise FileExistsError(f"{str(folder)!r} is not empty; expected a new or empty folder.")
+    leaves, temporary = jax.tree.leaves_with_path(parameters), folder.with_name(f".{folder.name}~")
+    remove_folder(temporary)  # left by a killed process
+    try:
+        tokenizer.save(temporary)
+        tensors = {tensor_name(path): np.asarray(leaf) for path, leaf in leaves}
+        write_atomically(temporary / PARAMETERS, save(tensors))
+        write_atomically(temporary / "config.json", to_json(config))
+        write_manifest(temporary, config, tokenizer, {"steps": steps})
+        delete_checkpoint(folder)
+        temporary.rename(folder)
+    finally:
+        remove_folder(temporary)
