@@ -14,10 +14,10 @@ import jax
 import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
-from transformer_jax import remote_workdir
 from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
 from transformer_jax.decoding.program import local_copy
 from transformer_jax.errors import UserError
+from transformer_jax.saved_models import remote_workdir
 from transformer_jax.saved_models.checkpoint import complete_steps, load_model
 from transformer_jax.saved_models.remote_workdir import local_workdir
 from transformer_jax.settings.config import PairsConfig, TokenizerConfig
@@ -54,7 +54,7 @@ def saved():
     (workdir.folder / "config.json").write_text("{}")
     (workdir.folder / "corpus").mkdir()
     (workdir.folder / "corpus" / "tokens").write_text("large")
-    workdir.check_shared_folder()
+    workdir.claim()
     push(workdir)
     return workdir
 
@@ -150,7 +150,7 @@ def test_the_url_overrides_files_unless_this_machine_wrote_last(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
     other = Workdir(URL)
     other.pull()
-    other.check_shared_folder()
+    other.claim()
     assert complete_steps(other.checkpoints) == [2, 4]
     checkpoint(other, 5, "array 5")
     push(other)

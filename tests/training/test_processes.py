@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import chex
 import jax
@@ -26,7 +27,8 @@ from runs import (
     wait_for,
 )
 
-from transformer_jax import distributed, train
+from transformer_jax import train
+from transformer_jax.devices import distributed
 from transformer_jax.errors import UserError
 from transformer_jax.saved_models.checkpoint import complete_steps
 from transformer_jax.settings.config import Config, PairsConfig, Processes
@@ -136,9 +138,12 @@ def test_after_a_kill_two_processes_resume_bit_exactly_and_one_closely(
 def test_a_config_that_differs_between_processes_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        distributed, "broadcast_from_first", lambda compute: compute() | {"seed": 0}
-    )
+    gathered = distributed.allgather
+
+    def allgather(values: Any) -> list[Any]:
+        return [values | {"seed": 0}, values] if "seed" in values else gathered(values)
+
+    monkeypatch.setattr(distributed, "allgather", allgather)
     message = r"different settings or data;(?s:.*)\n  seed is 7, but 0 in process 0$"
     with pytest.raises(UserError, match=message):
         train(changed(STEPS, seed=7), tmp_path, devices=ONE_PROCESS)
@@ -167,8 +172,9 @@ def test_missing_processes_are_reported_without_a_stack_trace() -> None:
             [
                 sys.executable,
                 "-c",
-                "from transformer_jax import distributed, config; distributed.start("
-                f"config.Processes(False, '{address()}', 2, {number}, start_timeout=1))",
+                "from transformer_jax.devices.distributed import start; "
+                "from transformer_jax.settings.config import Processes; start("
+                f"Processes(False, '{address()}', 2, {number}, start_timeout=1))",
             ],
             stderr=subprocess.PIPE,
             text=True,
@@ -199,7 +205,8 @@ def test_inconsistent_flags(settings: Processes, message: str) -> None:
 
 def test_jax_names_flags_that_do_not_go_together() -> None:
     program = """
-from transformer_jax import distributed, UserError
+from transformer_jax import UserError
+from transformer_jax.devices import distributed
 from transformer_jax.settings.config import Processes
 for settings in (Processes(num_processes=2), Processes(False, "localhost:1", 2, 2)):
     try:

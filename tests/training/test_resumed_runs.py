@@ -349,7 +349,7 @@ def test_unsuitable_environments_are_errors_before_training(
         with pytest.raises(UserError, match=r"open files is 20; expected .* \(ulimit -n 256\)"):
             train(tiny(), tmp_path / "run", devices=ONE)
     monkeypatch.setattr(workdir, "_TOKEN_SECONDS", 0.2)
-    monkeypatch.setattr(workdir, "broadcast_from_first", lambda compute: "what another disk has")
+    monkeypatch.setattr(workdir.Workdir, "claim", lambda self: setattr(self, "token", "another's"))
     with pytest.raises(UserError, match=r"is not shared by all processes.* \.token"):
         train(tiny(), tmp_path / "run", devices=ONE)
     assert not list((tmp_path / "run").glob("[!.]*.model"))

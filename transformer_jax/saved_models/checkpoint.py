@@ -239,7 +239,8 @@ def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
 
 def delete_checkpoint(checkpoint: AnyPath) -> None:
     """Delete a checkpoint, manifest first, so a half-deleted one does not look complete."""
-    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    if not (isinstance(checkpoint, Path) and checkpoint.is_symlink()):
+        (checkpoint / MANIFEST).unlink(missing_ok=True)
     remove_folder(checkpoint)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from transformer_jax.errors import UserError
@@ -31,6 +32,7 @@ from transformer_jax.storage.files import (
     locked,
     remote_path,
 )
+from transformer_jax.tokenization.tokenizer import TOKENIZER_FILES
 
 _GRACE_SECONDS = 3600.0  # another reader can still be loading a checkpoint that the run has deleted
 
@@ -42,7 +44,7 @@ def local_workdir(workdir: str | Path) -> Path:
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
     folder, store = cached_folder(url, "read"), remote_path(url)
     # Readers of the same URL on this machine share the folder and take turns.
-    with locked(folder.with_suffix(".lock"), wait=True):
+    with locked(folder.with_suffix(".lock")):
         if kind_of(store / "config.json") != "file":
             raise UserError(
                 f"{str(workdir)!r} has no config.json; expected a work directory written by "
@@ -70,27 +72,35 @@ def mirror_small_files(source: AnyPath, target: AnyPath) -> None:
     for name in names:
         copy_file(source / name, target / name)
     for name in set(_small_files(target)).difference(names):
-        if isinstance(target, Path) or name.startswith("tokenizer"):  # other files may not be ours
+        if isinstance(target, Path) or name in TOKENIZER_FILES:  # other files may not be ours
             (target / name).unlink()
 
 
-def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) -> None:
+def mirror_checkpoints(
+    source: AnyPath,
+    target: AnyPath,
+    *,
+    grace: float = 0,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Copy complete checkpoints that are missing or different in ``target``, manifests last.
 
     Deletes checkpoints from ``target`` that ``source`` does not have, once they are ``grace``
-    seconds old.
+    seconds old. Calls ``check`` before it copies a manifest or deletes a checkpoint.
     """
     there, here = complete_steps(source), complete_steps(target)
     for name in map(checkpoint_name, there):
         if int(name) in here and _same(source / name, target / name):
             continue
+        check()
         delete_checkpoint(target / name)
         try:
-            copy_folder(source / name, target / name)
+            copy_folder(source / name, target / name, check=check)
         except FileNotFoundError:  # the run has deleted it in the meantime
             delete_checkpoint(target / name)
     for name in map(checkpoint_name, set(here).difference(there)):
         if not grace or time.time() - (target / name / MANIFEST).stat().st_mtime > grace:
+            check()
             delete_checkpoint(target / name)
 
 

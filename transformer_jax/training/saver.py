@@ -29,7 +29,7 @@ from transformer_jax.storage.files import MANIFEST, AnyPath, remove_folder, retr
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import TrainState
-from transformer_jax.training.workdir import Workdir
+from transformer_jax.training.workdir import Workdir, WorkdirTaken
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,12 @@ class Checkpoints:
     def holds(self, step: int) -> bool:
         """Wait for the save in progress. Returns True if this step has a complete checkpoint."""
         self.wait()
-        return broadcast_from_first(lambda: step in self.steps())
+
+        def held() -> bool:
+            retry(self._workdir.store, self._workdir.check_token)
+            return step in self.steps()
+
+        return broadcast_from_first(held)
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, oldest first."""
@@ -93,7 +98,7 @@ class Checkpoints:
         path = self.folder / checkpoint_name(step)
         parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
         state = TrainState(parameters=parts["parameters"], ema=parts.get("ema"), **parts["rest"])
-        return state, Progress(**progress_of(path))
+        return state, Progress.parse(progress_of(path), str(path / MANIFEST))
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
@@ -112,18 +117,24 @@ class Checkpoints:
     def _finish(self, path: AnyPath, response: Any, progress: Progress) -> None:
         try:
             response.result()
-            if not is_first():  # the first process does the rest
-                return
-            _try(self._workdir.push_files)
-            noted = dataclasses.asdict(progress)
-            retry(path, lambda: write_manifest(path, self._config, self._tokenizer, noted))
+            if is_first():  # which does the rest
+                self._complete(path, progress)
+        except WorkdirTaken:
+            pass  # the next save raises it in all processes
         except Exception as error:
             self._discard(path, error)
-            return
+
+    def _complete(self, path: AnyPath, progress: Progress) -> None:
+        """Write the manifest and delete old checkpoints, unless another run has started here."""
+        workdir, noted = self._workdir, dataclasses.asdict(progress)
+        _try(workdir.push_files)
+        retry(workdir.store, workdir.check_token)
+        retry(path, lambda: write_manifest(path, self._config, self._tokenizer, noted))
         _try(lambda: self._delete_old(progress.best_step))
-        _try(self._workdir.push_checkpoints)
+        _try(workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
+        self._workdir.check_token()
         steps, training = self.steps(), self._config.training
         regular = [step for step in steps if step % training.checkpoint_every == 0]
         up_to_best = [step for step in regular if step <= (best_step or 0)]
@@ -144,6 +155,8 @@ def _try(work: Callable[[], None]) -> None:
     """Delete old checkpoints or copy to the store. If that fails, log a warning and continue."""
     try:
         work()
+    except WorkdirTaken:
+        raise
     except Exception as error:  # each store raises different errors
         log.warning("%s Training continues and will retry at the next checkpoint.", error)
 
