@@ -32,6 +32,7 @@ from transformer_jax.devices import distributed
 from transformer_jax.errors import UserError
 from transformer_jax.saved_models.checkpoint import complete_steps
 from transformer_jax.settings.config import Config, PairsConfig, Processes
+from transformer_jax.training.__main__ import main
 
 WHOLE = tiny(dropout=0.1, steps=12, eval_every=12, bleu_sentences=0, checkpoint_every=4)
 STEPS = no_evaluation(WHOLE)
@@ -186,6 +187,17 @@ def test_missing_processes_are_reported_without_a_stack_trace() -> None:
         assert said.startswith(
             "error: The processes did not connect within 1 s (--start-timeout)"
         ), said
+
+
+@pytest.mark.parametrize("flag", ["--distributed", "--num-processes=2"])
+def test_a_store_for_one_process_is_refused_before_others_are_awaited(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(distributed, "start", lambda _: pytest.fail("waits for other processes"))
+    flags = "--workdir", "s3://bucket/run", flag, "--coordinator-address", "localhost:1"
+    assert main([*flags, "--process-id", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "workdir is 's3://bucket/run', which does not work with several processes" in error
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -152,16 +151,27 @@ def build_files(
     texts: dict[str, ParallelText],
     newest: int | None,
     start: list[Path],
-) -> dict[str, Any]:
-    """Build the tokenizer and the train and dev corpora, for all processes, in process 0.
+) -> dict[str, str]:
+    """Build the tokenizer and the train and dev corpora, in process 0.
 
-    Returns their fingerprints.
+    Returns the corpora's fingerprints. On resume, the tokenizer is that of checkpoint ``newest``.
+    A new tokenizer comes from the checkpoints to ``start`` from, or is trained on the text.
     """
-    tokenizer = prepare_tokenizer(run_dir, config, texts["train"], newest, start)
+    if newest is not None:
+        checkpoint = run_dir.checkpoints / checkpoint_name(newest)
+        tokenizer = load_tokenizer(run_dir.folder, checkpoint)
+    elif start:
+        symbols = config.tokenizer.user_defined_symbols
+        tokenizer = load_tokenizer(start[0].parents[1], start[0]).with_symbols(symbols)
+        tokenizer.save(run_dir.folder)
+    else:
+        log.info("Preparing the tokenizer.")
+        tokenizer = Tokenizer.train(texts["train"].pairs(), config.tokenizer)
+        tokenizer.save(run_dir.folder)
     tokenizer.target.require_ids(config.decoding.suppress, "decoding.suppress")  # fail early
-    corpora = {}
+    built = {}
     for name in [name for name in texts if name != "test"]:
-        corpora[name] = build_corpus(
+        built[name] = build_corpus(
             texts[name],
             tokenizer,
             config.data,
@@ -171,9 +181,9 @@ def build_files(
             seed=config.seed,
             token=run_dir.token,
         ).fingerprint
-        run_dir.push_corpus(corpora[name])
+        run_dir.push_corpus(built[name])
     run_dir.push_files()
-    return {"tokenizer": tokenizer.fingerprint, "corpora": corpora}
+    return built
 
 
 def open_run(
@@ -181,30 +191,30 @@ def open_run(
     config: Config,
     mesh: Mesh,
     pairs: dict[str, Pairs],
-    built: dict[str, Any],
+    built: dict[str, str],
     newest: int | None,
     start: list[Path],
 ) -> Prepared:
-    """Open the built files and create or restore the state, in all processes together."""
+    """Open the tokenizer and corpora, and create or restore the state, in all processes."""
     with raise_on_any_process():
         if not is_first():
             run_dir.pull()
         tokenizer = Tokenizer.load(run_dir.folder)
-        corpora = {name: _open_corpus(run_dir, each) for name, each in built["corpora"].items()}
-        config = _with_vocabulary(config, tokenizer)
+        corpora = {name: _open_corpus(run_dir, each) for name, each in built.items()}
+        model = dataclasses.replace(
+            config.model,
+            vocab_size=tokenizer.target.vocab_size,
+            source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
+        )
+        config = dataclasses.replace(config, model=model)
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
-    check_agreement(
-        {
-            "tokenizer": tokenizer.fingerprint,
-            "training.start_from": [path.name for path in start],
-        }
-    )
+    names = [path.name for path in start]
+    check_agreement({"tokenizer": tokenizer.fingerprint, "training.start_from": names})
     with raise_on_any_process():
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(run_dir, config, tokenizer)
-        dev = built["corpora"].get("dev", "")
-        selected = f"{config.training.select_by} on {dev}"
-        progress = Progress(corpora["train"].fingerprint, selected=selected)
+        selected = f"{config.training.select_by} on {built.get('dev', '')}"
+        progress = Progress(built["train"], selected=selected)
         if newest is None:
             state = _initial_state(functions, start)
         else:
@@ -212,33 +222,33 @@ def open_run(
         if is_first():  # last, so an error leaves the config unchanged
             write_atomically(run_dir.folder / "config.json", to_json(config))
     return Prepared(
-        config=config,
-        workdir=run_dir,
-        mesh=mesh,
-        tokenizer=tokenizer,
-        corpora=corpora,
-        pairs=pairs,
-        plan=plan,
-        functions=functions,
-        checkpoints=checkpoints,
-        state=state,
-        progress=progress,
+        config,
+        run_dir,
+        mesh,
+        tokenizer,
+        corpora,
+        pairs,
+        plan,
+        functions,
+        checkpoints,
+        state,
+        progress,
     )
 
 
 def _open_corpus(run_dir: Workdir, fingerprint: str) -> Corpus:
     """Open a corpus that process 0 built, after copying it from the URL if it is not here."""
     here, there = run_dir.folder / "corpus", run_dir.store / "corpus"
-    if corpus := open_corpus(here, fingerprint):
-        return corpus
-    if here != there:
+    corpus = open_corpus(here, fingerprint)
+    if corpus is None and here != there:
         copy_folder(there / fingerprint, here / fingerprint)
-        if corpus := open_corpus(here, fingerprint):
-            return corpus
-    raise UserError(
-        f"The corpus {here / fingerprint} is corrupt. Delete {there / fingerprint} and run the "
-        "same command again to build it again."
-    )
+        corpus = open_corpus(here, fingerprint)
+    if corpus is None:
+        raise UserError(
+            f"The corpus {here / fingerprint} is corrupt. Delete {there / fingerprint} and run the "
+            "same command again to build it again."
+        )
+    return corpus
 
 
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
@@ -269,40 +279,12 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
     return texts, pairs
 
 
-def prepare_tokenizer(
-    run_dir: Workdir, config: Config, text: ParallelText, newest: int | None, start: list[Path]
-) -> Tokenizer:
-    """Load the newest checkpoint's tokenizer, or create one if no checkpoint exists.
-
-    A new tokenizer comes from the checkpoints to start from, or is trained on the text.
-    """
-    if newest is not None:
-        return load_tokenizer(run_dir.folder, run_dir.checkpoints / checkpoint_name(newest))
-    if start:
-        symbols = config.tokenizer.user_defined_symbols
-        tokenizer = load_tokenizer(start[0].parents[1], start[0]).with_symbols(symbols)
-    else:
-        log.info("Preparing the tokenizer.")
-        tokenizer = Tokenizer.train(text.pairs(), config.tokenizer)
-    tokenizer.save(run_dir.folder)
-    return tokenizer
-
-
 def with_layout(config: Config, platform: str) -> Config:
     """Resolve ``batch.layout`` for a run's devices. Batches then depend only on the config."""
     if config.batch.layout != "auto":
         return config
     batch = dataclasses.replace(config.batch, layout="packed" if platform == "tpu" else "bucketed")
     return dataclasses.replace(config, batch=batch)
-
-
-def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    model = dataclasses.replace(
-        config.model,
-        vocab_size=tokenizer.target.vocab_size,
-        source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
-    )
-    return dataclasses.replace(config, model=model)
 
 
 def _resume(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -102,16 +103,17 @@ class Checkpoints:
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
-        if self.failure and not self.steps():
+        steps = self.steps()
+        if self.failure and not steps:
             raise UserError(
                 f"The first checkpoint could not be saved in {self.folder}: {self.failure}. "
                 "Stopping because there is no checkpoint to resume from. Free disk space "
                 "and run the same command again to start from scratch."
             )
         self._workdir.check_token()
-        if (path / MANIFEST).exists():
+        if int(path.name) in steps:
             return False
-        remove_folder(path)  # left by a failed save
+        remove_folder(path)  # left by a failed save, or a link
         return True
 
     def _finish(self, path: AnyPath, response: Any, progress: Progress) -> None:
@@ -143,7 +145,8 @@ class Checkpoints:
             delete_checkpoint(self.folder / checkpoint_name(step))
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
-        if is_first():
+        for pause in (0.0, 0.2, 2.0) if is_first() else ():
+            time.sleep(pause)  # other threads of Orbax can still write
             retry(path, lambda: remove_folder(path))
         self.failure = one_line(error)
         log.error(

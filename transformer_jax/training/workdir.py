@@ -45,6 +45,7 @@ from transformer_jax.storage.files import (
     write_atomically,
 )
 from transformer_jax.training.resuming import (
+    Difference,
     differences_on_resume,
     fields_that_differ,
 )
@@ -202,13 +203,21 @@ def open_run_dir(
     """
     workdir.folder.mkdir(parents=True, exist_ok=True)
     _check_owner(workdir)
-    busy = (
-        f"Another run is using {str(workdir.store)!r}; wait for it to finish or choose another "
-        "--workdir."
-    )
+    store = str(workdir.store)
+    busy = f"Another run is using {store!r}; wait for it to finish or choose another --workdir."
     with locked(workdir.folder / ".lock", busy):
         workdir.pull()
-        newest = _resumable(workdir, config, allow_changes=allow_changes)
+        if 0 in complete_steps(workdir.checkpoints):
+            raise UserError(
+                f"{store!r} contains an imported model, which training does not modify. To "
+                f"fine-tune it, pass --training.start-from {store} and another --workdir."
+            )
+        newest = newest_intact(workdir.checkpoints)
+        if newest is not None:
+            # the checkpoint's own config, because config.json can have been edited
+            theirs = config_of(workdir.checkpoints / checkpoint_name(newest))
+            differences = differences_on_resume(theirs, config)
+            _check_changes(store, differences, allow_changes=allow_changes)
         before = _token(workdir.folder)
         workdir.claim()  # before anything is deleted
         if newest is None:
@@ -236,35 +245,6 @@ def _check_owner(workdir: Workdir) -> None:
         )
 
 
-def _resumable(workdir: Workdir, config: Config, *, allow_changes: bool) -> int | None:
-    """Return the step from which a run with this config resumes, or None for a new run.
-
-    Raises ``UserError`` if the work directory contains another run.
-    """
-    store = str(workdir.store)
-    if 0 in complete_steps(workdir.checkpoints):
-        raise UserError(
-            f"{store!r} contains an imported model, which training does not modify. To fine-tune "
-            f"it, pass --training.start-from {store} and another --workdir."
-        )
-    newest = newest_intact(workdir.checkpoints)
-    if newest is None:
-        return None
-    # the checkpoint's own config, because config.json can have been edited
-    theirs = config_of(workdir.checkpoints / checkpoint_name(newest))
-    if differences := differences_on_resume(theirs, config):
-        fields = fields_that_differ(differences)
-        changeable = all(each.changeable for each in differences)
-        if not (changeable and allow_changes):
-            flag = ", or --allow-changes" if changeable else ""
-            raise UserError(
-                f"{store!r} contains a run with a different config. Use another --workdir or the "
-                f"same settings{flag}. {fields}"
-            )
-        log.warning("Resuming the run with different settings. %s", fields)
-    return newest
-
-
 def _delete_leftovers(workdir: Workdir, newest: int | None, token: str) -> None:
     """Delete checkpoints that are incomplete or newer than ``newest``, and unfinished corpora.
 
@@ -279,3 +259,18 @@ def _delete_leftovers(workdir: Workdir, newest: int | None, token: str) -> None:
     for name in names.difference(map(checkpoint_name, kept)):
         if name.isdecimal() and name == checkpoint_name(int(name)):  # others are not checkpoints
             delete_checkpoint(workdir.checkpoints / name)
+
+
+def _check_changes(workdir: str, differences: list[Difference], *, allow_changes: bool) -> None:
+    """Raise ``UserError`` unless the run can resume with these changed settings."""
+    if not differences:
+        return
+    fields = fields_that_differ(differences)
+    changeable = all(each.changeable for each in differences)
+    if not (changeable and allow_changes):
+        flag = ", or --allow-changes" if changeable else ""
+        raise UserError(
+            f"{workdir!r} contains a run with a different config. Use another --workdir or "
+            f"the same settings{flag}. {fields}"
+        )
+    log.warning("Resuming the run with different settings. %s", fields)
