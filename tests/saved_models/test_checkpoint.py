@@ -1,11 +1,14 @@
 """Checkpoints: restoring, retention, averaging, corruption, full disks."""
 
+import dataclasses
 import errno
 import json
 import logging
 import math
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -374,6 +377,55 @@ def test_after_a_failed_save_the_next_one_succeeds(
     assert checkpoints.steps() == [1, 2] and not checkpoints.failure
     _save(checkpoints, run, 3)
     assert [path.name for path in sorted(checkpoints.folder.iterdir())] == ["00000002", "00000003"]
+
+
+def test_files_that_orbax_writes_after_a_failure_are_deleted(
+    checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other threads still write when one has met a full disk."""
+    late: list[threading.Timer] = []
+
+    def save(path: str, *_: object) -> SimpleNamespace:
+        def write() -> None:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            (Path(path) / "late").write_text("of another thread")
+
+        def result() -> None:
+            write()
+            late.append(threading.Timer(0.1, write))
+            late[0].start()
+            _full()
+
+        return SimpleNamespace(result=result)
+
+    _save(checkpoints, run, 1)
+    monkeypatch.setattr(checkpoint_module.ocp, "save_checkpointables_async", save)
+    _save(checkpoints, run, 2)
+    late[0].join()
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"coverage": 1.0}, "coverage"), ({"tokens": None}, "tokens")],
+    ids=["unknown", "missing"],
+)
+def test_progress_of_another_version_is_an_error_that_names_the_field(
+    change: dict[str, float | None],
+    field: str,
+    checkpoints: Checkpoints,
+    run: StepFunctions,
+    config: Config,
+    tokenizer: Tokenizer,
+) -> None:
+    _save(checkpoints, run, 1)
+    fields = dataclasses.asdict(Progress()) | change
+    path = checkpoints.folder / "00000001"
+    (path / "manifest.json").unlink()
+    fields = {name: value for name, value in fields.items() if change.get(name, 0) is not None}
+    checkpoint.write_manifest(path, config, tokenizer, {"progress": fields})
+    with pytest.raises(UserError, match=rf"00000001/manifest.json: .* progress: {field}\. Resume"):
+        checkpoints.restore(1, run.abstract_state)
 
 
 def test_an_average_skips_irregular_checkpoints_before_its_last_one(

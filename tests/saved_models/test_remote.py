@@ -57,7 +57,7 @@ def saved():
     (workdir.folder / "config.json").write_text("{}")
     (workdir.folder / "corpus").mkdir()
     (workdir.folder / "corpus" / "tokens").write_text("large")
-    workdir.check_shared_folder()
+    workdir.claim()
     push(workdir)
     return workdir
 
@@ -169,7 +169,7 @@ def test_the_url_overrides_files_unless_this_machine_wrote_last(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
     other = Workdir(URL)
     other.pull()
-    other.check_shared_folder()
+    other.claim()
     assert complete_steps(other.checkpoints) == [2, 4]
     checkpoint(other, 5, "array 5")
     push(other)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import chex
 import jax
@@ -31,6 +32,7 @@ from transformer_jax.devices import distributed
 from transformer_jax.errors import UserError
 from transformer_jax.saved_models.checkpoint import complete_steps
 from transformer_jax.settings.config import Config, PairsConfig, Processes
+from transformer_jax.training.__main__ import main
 
 WHOLE = tiny(dropout=0.1, steps=12, eval_every=12, bleu_sentences=0, checkpoint_every=4)
 STEPS = no_evaluation(WHOLE)
@@ -137,9 +139,12 @@ def test_after_a_kill_two_processes_resume_bit_exactly_and_one_closely(
 def test_a_config_that_differs_between_processes_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        distributed, "broadcast_from_first", lambda compute: compute() | {"seed": 0}
-    )
+    gathered = distributed.allgather
+
+    def allgather(values: Any) -> list[Any]:
+        return [values | {"seed": 0}, values] if "seed" in values else gathered(values)
+
+    monkeypatch.setattr(distributed, "allgather", allgather)
     message = r"different settings or data;(?s:.*)\n  seed is 7, but 0 in process 0$"
     with pytest.raises(UserError, match=message):
         train(changed(STEPS, seed=7), tmp_path, devices=ONE_PROCESS)
@@ -168,10 +173,9 @@ def test_missing_processes_are_reported_without_a_stack_trace() -> None:
             [
                 sys.executable,
                 "-c",
-                "from transformer_jax.devices import distributed\n"
-                "from transformer_jax.settings import config\n"
-                "distributed.start("
-                f"config.Processes(False, '{address()}', 2, {number}, start_timeout=1))",
+                "from transformer_jax.devices.distributed import start; "
+                "from transformer_jax.settings.config import Processes; start("
+                f"Processes(False, '{address()}', 2, {number}, start_timeout=1))",
             ],
             stderr=subprocess.PIPE,
             text=True,
@@ -183,6 +187,17 @@ def test_missing_processes_are_reported_without_a_stack_trace() -> None:
         assert said.startswith(
             "error: The processes did not connect within 1 s (--start-timeout)"
         ), said
+
+
+@pytest.mark.parametrize("flag", ["--distributed", "--num-processes=2"])
+def test_a_store_for_one_process_is_refused_before_others_are_awaited(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(distributed, "start", lambda _: pytest.fail("waits for other processes"))
+    flags = "--workdir", "s3://bucket/run", flag, "--coordinator-address", "localhost:1"
+    assert main([*flags, "--process-id", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "workdir is 's3://bucket/run', which does not work with several processes" in error
 
 
 @pytest.mark.parametrize(

@@ -498,6 +498,11 @@ def test_mesh_errors() -> None:
     with pytest.raises(UserError, match=r"is 24; expected .* x optimizer.accumulate_steps = 16"):
         check_rows(make_mesh(MeshConfig()), 24, 2)
     check_rows(make_mesh(MeshConfig()), 32, 2)
+    run = step_functions(CONFIG, 8)
+    with pytest.raises(UserError, match=r"rows in the batch is 12; expected a multiple .* = 8"):
+        run.train_step(run.abstract_state, batch(rows=12))
+    with pytest.raises(UserError, match=r"rows in the batch is 12; expected a multiple .* = 8"):
+        run.eval_step(run.abstract_state.parameters, batch(rows=12))
     with pytest.raises(UserError, match="mesh.tensor is 8; expected a divisor"):
         step_functions(changed(CONFIG, model={"num_heads": 4}, mesh=MeshConfig(tensor=8)), 8)
     with pytest.raises(UserError, match="mesh.fsdp is 3; expected a divisor of model.d_model"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import tempfile
 import zlib
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from transformer_jax.data.sources import ParallelText
 from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import DataConfig, PairsConfig
-from transformer_jax.storage.files import MANIFEST
+from transformer_jax.storage.files import MANIFEST, remove_folder
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -104,12 +103,14 @@ def build_corpus(
     sampling: float = 0.0,
     num_samples: int = 1,
     seed: int = 0,
+    token: str = "",
 ) -> Corpus:
     """Tokenize ``text`` into ``directory``, or open the corpus if it already exists there.
 
     Drops pairs that are empty or too long. Raises ``UserError`` if no pairs remain. With
     ``sampling`` (see ``SubwordModel.encode``), the corpus contains each pair ``num_samples`` times,
-    each time in a newly drawn segmentation. The result does not depend on ``data.workers``.
+    each time in a newly drawn segmentation. The result does not depend on ``data.workers``. The
+    name of the unfinished corpus contains ``token``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
@@ -119,7 +120,7 @@ def build_corpus(
     if corpus := open_corpus(directory, job.fingerprint(text)):
         return corpus
     try:
-        corpus = _build(text, job, directory)
+        corpus = _build(text, job, directory, token)
     except OSError as error:  # for example a full disk
         error.filename = error.filename or str(directory)
         raise
@@ -152,9 +153,10 @@ def _mapped(folder: Path, dtypes: dict[str, str]) -> tuple[dict[str, np.ndarray]
     return arrays, {name: zlib.crc32(array.data) for name, array in arrays.items()}
 
 
-def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
+def _build(text: ParallelText, job: TokenizeJob, directory: Path, token: str) -> Corpus:
     """Write the corpus under a temporary name and rename it when complete."""
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=directory) as temporary:
+    prefix = f"{TEMPORARY}{token}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as temporary:
         folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
         folder.mkdir()
         _write(folder, text, job)
@@ -162,7 +164,7 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
         final = directory / fingerprint
         if final.exists() and open_corpus(directory, fingerprint) is None:
             _log.warning("The tokenized corpus %s is corrupt; rebuilding it.", final)
-            shutil.rmtree(final)
+            remove_folder(final)
         try:
             folder.rename(final)
         except OSError:

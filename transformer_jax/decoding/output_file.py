@@ -11,7 +11,6 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
-from transformer_jax.errors import UserError
 from transformer_jax.storage.files import locked
 
 logger = logging.getLogger(__name__)
@@ -44,13 +43,11 @@ def open_output(
     with open(path, "ab", buffering=0) as file, ExitStack() as stack:
         kept = size = 0
         if regular := Path(path).is_file():  # not a device or named pipe
-            try:
-                stack.enter_context(locked(Path(path)))
-            except BlockingIOError:
-                raise UserError(
-                    f"{path} is being written by another process; wait for it to finish, or choose "
-                    "another output file."
-                ) from None
+            busy = (
+                f"{path} is being written by another process; wait for it to finish, or choose "
+                "another output file."
+            )
+            stack.enter_context(locked(Path(path), busy))
             if resume:
                 kept, size = complete_sentences(path, numbered=numbered)
             file.truncate(size)

@@ -114,9 +114,12 @@ def allgather(value: Any) -> list[Any]:
     """Gather a JSON-serializable value from every process, ordered by process id."""
     if jax.process_count() == 1:
         return [value]
-    folder, client = f"transformer_jax/{next(_numbers)}", _client()
-    client.key_value_set(f"{folder}/{jax.process_index():09d}", json.dumps(value))
+    number, client, own = next(_numbers), _client(), f"{jax.process_index():09d}"
+    folder = f"transformer_jax/{number}"
+    client.key_value_set(f"{folder}/{own}", json.dumps(value))
     client.wait_at_barrier(folder, _PREPARING_MILLISECONDS)
+    # Every process is here, so all have read the previous values.
+    client.key_value_delete(f"transformer_jax/{number - 1}/{own}")
     return [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
 
 
@@ -147,18 +150,6 @@ def broadcast_from_first(compute: Callable[[], T]) -> T:
     return allgather(value)[0]  # type: ignore[no-any-return]
 
 
-def first_then_others(compute: Callable[[], T]) -> T:
-    """Call ``compute()`` in process 0, then in all other processes.
-
-    Raises the same errors as ``raise_on_any_process``.
-    """
-    for turn in (True, False):
-        with raise_on_any_process():
-            if turn == is_first():
-                value = compute()
-    return value
-
-
 def lost_contact(error: BaseException | None) -> bool:
     """Return True if JAX's runtime raised the error in a multi-process run."""
     return jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError)
@@ -167,20 +158,20 @@ def lost_contact(error: BaseException | None) -> bool:
 def check_agreement(values: dict[str, Any]) -> None:
     """Raise ``UserError`` in all processes unless they all have the same values.
 
-    The message lists the differences from process 0.
+    The message lists the differences between the first process that differs and process 0.
     """
     values = json.loads(json.dumps(values))  # as after transmission: tuples become lists
-    expected = broadcast_from_first(lambda: values)
-    differences = [
-        f"\n  {name} is {values.get(name)!r}, but {expected.get(name)!r} in process 0"
-        for name in sorted(values.keys() | expected.keys())
-        if values.get(name) != expected.get(name)
-    ]
-    with raise_on_any_process():
-        if differences:
+    expected, *others = allgather(values)
+    for number, found in enumerate(others, start=1):
+        if differences := [
+            f"\n  {name} is {found.get(name)!r}, but {expected.get(name)!r} in process 0"
+            for name in sorted(found.keys() | expected.keys())
+            if found.get(name) != expected.get(name)
+        ]:
             raise UserError(
                 "The processes of this run have different settings or data; start all of them "
-                "with the same command and the same files." + "".join(differences)
+                f"with the same command and the same files. Process {number} differs:"
+                + "".join(differences)
             )
 
 

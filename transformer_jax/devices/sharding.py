@@ -103,12 +103,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None:
+def check_rows(
+    mesh: Mesh, rows: int, accumulate_steps: int = 1, name: str = "batch.row_multiple"
+) -> None:
     """Raise ``UserError`` unless the rows of each microbatch divide evenly over the devices."""
     product = mesh.shape["data"] * mesh.shape["fsdp"] * accumulate_steps
-    if row_multiple % product:
+    if rows % product:
         raise UserError(
-            f"batch.row_multiple is {row_multiple}; expected a multiple of mesh.data x mesh.fsdp x "
+            f"{name} is {rows}; expected a multiple of mesh.data x mesh.fsdp x "
             f"optimizer.accumulate_steps = {product}, so that rows divide evenly over the devices."
         )
 

@@ -155,7 +155,8 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
 
 def delete_checkpoint(folder: AnyPath) -> None:
     """Delete a checkpoint or model, manifest first: a half-deleted one does not look complete."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+    if not (isinstance(folder, Path) and folder.is_symlink()):
+        (folder / MANIFEST).unlink(missing_ok=True)
     remove_folder(folder)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from transformer_jax.errors import UserError
@@ -35,6 +35,7 @@ from transformer_jax.storage.files import (
     locked,
     remote_path,
 )
+from transformer_jax.tokenization.tokenizer import TOKENIZER_FILES
 
 _GRACE_SECONDS = 3600.0  # another reader can still be loading a checkpoint that the run has deleted
 
@@ -50,7 +51,7 @@ def local_workdir(workdir: str | Path) -> Path:
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
     folder, store = cached_folder(url, "read"), remote_path(url)
     # Readers of the same URL on this machine share the folder and take turns.
-    with locked(folder.with_suffix(".lock"), wait=True):
+    with locked(folder.with_suffix(".lock")):
         if kind_of(store / "config.json") != "file":
             raise UserError(
                 f"{str(workdir)!r} has no config.json; expected a work directory written by "
@@ -87,34 +88,48 @@ def mirror_files(source: AnyPath, target: AnyPath, *, model: bool = True) -> Non
     for name in names:
         copy_file(source / name, target / name)
     for name in set(_small_files(target)).difference(names):
-        if isinstance(target, Path) or name.startswith("tokenizer"):  # other files may not be ours
+        if isinstance(target, Path) or name in TOKENIZER_FILES:  # other files may not be ours
             (target / name).unlink()
 
 
 def mirror_checkpoints(
-    source: AnyPath, target: AnyPath, steps: Iterable[int] | None = None, *, grace: float = 0
+    source: AnyPath,
+    target: AnyPath,
+    steps: Iterable[int] | None = None,
+    *,
+    grace: float = 0,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy complete checkpoints that are missing or different in ``target``, manifests last.
 
     With ``steps``, copies only these, without the files that are only for resuming. Deletes
     checkpoints from ``target`` that ``source`` does not have, once they are ``grace`` seconds old.
+    Calls ``check`` before it copies a manifest or deletes a checkpoint.
     """
     there = complete_steps(source)
     for name in map(checkpoint_name, there if steps is None else set(steps).intersection(there)):
-        mirror_folder(source / name, target / name, resuming=steps is None)
+        mirror_folder(source / name, target / name, resuming=steps is None, check=check)
     for name in map(checkpoint_name, set(complete_steps(target)).difference(there)):
         if not grace or time.time() - (target / name / MANIFEST).stat().st_mtime > grace:
+            check()
             delete_checkpoint(target / name)
 
 
-def mirror_folder(source: AnyPath, target: AnyPath, *, resuming: bool = True) -> None:
+def mirror_folder(
+    source: AnyPath,
+    target: AnyPath,
+    *,
+    resuming: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Copy a checkpoint or model if it is missing or different in ``target``, manifest last."""
     same = read_manifest(source) == read_manifest(target)
     if same and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
         return
+    check()
     delete_checkpoint(target)
     try:
-        copy_folder(source, target, () if resuming else unread_files(source))
+        copy_folder(source, target, () if resuming else unread_files(source), check=check)
     except FileNotFoundError:  # the run has deleted it in the meantime
         delete_checkpoint(target)
 

@@ -6,6 +6,7 @@ import fcntl
 import importlib
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +102,21 @@ def remote_path(url: str) -> UPath:
     return path
 
 
+def is_copied(workdir: str) -> bool:
+    """Return True for a URL that Orbax cannot write to, so that checkpoints are copied there."""
+    return is_url(workdir) and not workdir.startswith("gs://")
+
+
+def check_processes(workdir: str, *, several: bool) -> None:
+    """Raise ``UserError`` if several processes cannot train in this work directory."""
+    if several and is_copied(workdir):
+        raise UserError(
+            f"workdir is {workdir!r}, which does not work with several processes; use a gs:// URL "
+            "or a folder that all processes share, or start one process without the flags that "
+            "connect processes."
+        )
+
+
 def kind_of(path: AnyPath) -> str:
     """Return "file", "directory", or "" if the path is neither.
 
@@ -146,9 +162,10 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path`` once it is completely written to disk."""
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    # Other threads, and hosts and containers with equal process ids, can write the same file.
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -169,12 +186,20 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
         shutil.copyfileobj(file, copy, 1 << 22)
 
 
-def copy_folder(source: AnyPath, target: AnyPath, skipped: tuple[str, ...] = ()) -> None:
+def copy_folder(
+    source: AnyPath,
+    target: AnyPath,
+    skipped: tuple[str, ...] = (),
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Copy a folder, except files with ``skipped`` prefixes.
 
-    Its manifest, which marks it as complete, is copied last.
+    Its manifest, which marks it as complete, is copied last, after ``check``.
     """
     for name in sorted(files_in(source), key=lambda name: name == MANIFEST):
+        if name == MANIFEST:
+            check()
         if not name.startswith(skipped):
             copy_file(source / name, target / name)
 
@@ -190,8 +215,13 @@ def files_in(folder: AnyPath) -> list[str]:
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder and its contents, skipping local files that cannot be deleted."""
+    """Delete a folder and its contents, skipping local files that cannot be deleted.
+
+    Of a link, only the link is deleted: the folder can belong to another run.
+    """
     if isinstance(folder, Path):
+        if folder.is_symlink():
+            folder.unlink()
         shutil.rmtree(folder, ignore_errors=True)
         return
     with suppress(FileNotFoundError):
@@ -199,17 +229,17 @@ def remove_folder(folder: AnyPath) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, busy: str = "") -> Iterator[None]:
     """Lock the file ``path`` until the context exits or the process ends.
 
-    Raises ``BlockingIOError`` if another process holds the lock, or waits for it. If the file
-    system does not support locks, logs a warning.
+    If another process holds the lock, raises ``UserError`` with the message ``busy``, or waits if
+    it is empty. If the file system does not support locks, logs a warning.
     """
     with path.open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError:
-            raise
+            raise UserError(busy) from None
         except OSError:
             log.warning(
                 "%s is on a file system that does not support locks; use it from one process only.",

@@ -20,6 +20,7 @@ from transformer_jax.tokenization.subword_model import SubwordModel, with_symbol
 
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
 _VOCABULARY = "tokenizer.vocab.json"
+TOKENIZER_FILES = {_MODEL, _SOURCE, _TARGET, _VOCABULARY}
 
 
 class Tokenizer:
@@ -118,7 +119,7 @@ class Tokenizer:
         """Save the tokenizer to a folder. Each file is written atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name in {_MODEL, _SOURCE, _TARGET, _VOCABULARY} - self._files.keys():
+        for name in TOKENIZER_FILES - self._files.keys():
             (directory / name).unlink(missing_ok=True)
         for name, content in self._files.items():
             write_atomically(directory / name, content)

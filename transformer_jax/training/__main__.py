@@ -16,6 +16,7 @@ import tyro
 
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
 from transformer_jax.settings.config import Config, Processes
+from transformer_jax.storage.files import check_processes
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def _train(argv: list[str]) -> int:
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
     from transformer_jax.devices.distributed import is_first, lost_contact, start
 
+    several = arguments.processes.distributed or (arguments.processes.num_processes or 1) > 1
+    check_processes(arguments.workdir, several=several)
     start(arguments.processes)
     enable_compilation_cache()
     if not is_first():  # only the first process logs

@@ -26,10 +26,8 @@ from transformer_jax.data.corpus import (
 from transformer_jax.data.loader import to_global_arrays
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.devices.distributed import (
-    allgather,
     broadcast_from_first,
     check_agreement,
-    first_then_others,
     is_first,
     lost_contact,
     raise_on_any_process,
@@ -63,7 +61,11 @@ log = logging.getLogger(__name__)
 Pairs = list[tuple[str, str]]
 Start = tuple[Any, Tokenizer]  # NumPy parameters and tokenizer of training.start_from
 
-_FEWEST_FILES = 256  # open files; with fewer, Orbax and JAX fail with unclear errors
+# With less, Orbax, JAX and SentencePiece fail with unclear errors, or abort.
+_LIMITS = (
+    (resource.RLIMIT_NOFILE, 1, 256, "open files", "ulimit -n 256"),
+    (resource.RLIMIT_AS, 1024, 4_000_000, "address space (KiB)", "ulimit -v unlimited"),
+)
 
 
 @dataclass
@@ -100,131 +102,150 @@ def prepare(
       UserError: the settings, text or work directory have a problem that would stop training later.
         The config of an earlier run is not changed.
     """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < _FEWEST_FILES:
-        raise UserError(
-            f"The limit on open files is {files}; expected at least {_FEWEST_FILES} "
-            f"(ulimit -n {_FEWEST_FILES})."
-        )
+    with raise_on_any_process():
+        _check_limits()
+        mesh = make_mesh(config.mesh, devices)
+        config = with_layout(config, mesh.devices.flat[0].platform)
+        check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
+        texts, pairs = check_inputs(config)
+        run_dir = Workdir(workdir)
     settings = flatten(config).items()
-    check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
-    mesh = make_mesh(config.mesh, devices)
-    config = with_layout(config, mesh.devices.flat[0].platform)
-    check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
-    place = Workdir(workdir)
+    check_agreement(
+        {k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)}
+        | {f"text of data.{name}": texts[name].fingerprint for name in pairs}
+    )
     with ExitStack() as stack:
+        opened = open_run_dir(run_dir, config, allow_changes=allow_changes)
+        newest, run_dir.token = broadcast_from_first(
+            lambda: (stack.enter_context(opened), run_dir.token)
+        )
         with raise_on_any_process():
-            texts, pairs = check_inputs(config)
-        claim = open_run_dir(place, config, allow_changes=allow_changes)
-        newest = broadcast_from_first(lambda: stack.enter_context(claim))
-        place.check_shared_folder()
-        with raise_on_any_process():
+            run_dir.wait_for_token()
             start = None if newest is not None else _start_model(config)
-        tokenizer, corpora = first_then_others(
-            lambda: _tokenized(place, config, texts, newest, start)
-        )
-        _share_corpora(place, corpora)
-        check_agreement(
-            {
-                "tokenizer": tokenizer.fingerprint,
-                "training.start_from": start and _checksum(start[0]),
-                **{f"text of data.{name}": texts[name].fingerprint for name in pairs},
-            }
-        )
-        config = _with_vocabulary(config, tokenizer)
-        plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
-        functions = make_step_functions(config, mesh)
-        checkpoints = Checkpoints(place, config, tokenizer)
+        built = broadcast_from_first(lambda: build_files(run_dir, config, texts, newest, start))
+        run = open_run(run_dir, config, mesh, pairs, built, newest, start)
         # If other processes are gone, a save in progress would never end.
-        stack.push(lambda _, error, __: None if lost_contact(error) else checkpoints.wait())
-        dev = corpora["dev"].fingerprint if "dev" in corpora else ""
-        selected = f"{config.training.select_by} on {dev}"
-        progress = Progress(corpora["train"].fingerprint, selected=selected)
+        stack.push(lambda _, error, __: None if lost_contact(error) else run.checkpoints.wait())
+        yield run
+        run.checkpoints.wait()
+        if is_first():  # push summary.json
+            retry(run_dir.store, run_dir.push_files)
+            run_dir.push_checkpoints()
+
+
+def _check_limits() -> None:
+    for limit, unit, least, name, command in _LIMITS:
+        found, _ = resource.getrlimit(limit)
+        if found != resource.RLIM_INFINITY and found < least * unit:
+            raise UserError(
+                f"The limit on {name} is {found // unit}; expected at least {least} ({command})."
+            )
+
+
+def build_files(
+    run_dir: Workdir,
+    config: Config,
+    texts: dict[str, ParallelText],
+    newest: int | None,
+    start: Start | None,
+) -> dict[str, str]:
+    """Build the tokenizer and the train and dev corpora, in process 0.
+
+    Returns the corpora's fingerprints. On resume, the tokenizer is that of checkpoint ``newest``.
+    A new tokenizer comes from the model to ``start`` from, or is trained on the text.
+    """
+    if newest is not None:
+        checkpoint = run_dir.checkpoints / checkpoint_name(newest)
+        tokenizer = load_tokenizer(run_dir.folder, checkpoint)
+    elif start:
+        symbols = config.tokenizer.user_defined_symbols
+        tokenizer = start[1].with_symbols(symbols)
+        tokenizer.save(run_dir.folder)
+    else:
+        log.info("Preparing the tokenizer.")
+        tokenizer = Tokenizer.train(texts["train"].pairs(), config.tokenizer)
+        tokenizer.save(run_dir.folder)
+    tokenizer.target.require_ids(config.decoding.suppress, "decoding.suppress")  # fail early
+    built = {}
+    for name in [name for name in texts if name != "test"]:
+        built[name] = build_corpus(
+            texts[name],
+            tokenizer,
+            config.data,
+            run_dir.folder / "corpus",
+            sampling=config.tokenizer.sampling if name == "train" else 0.0,
+            num_samples=config.tokenizer.sampled_epochs,
+            seed=config.seed,
+            token=run_dir.token,
+        ).fingerprint
+        run_dir.push_corpus(built[name])
+    run_dir.push_files()
+    return built
+
+
+def open_run(
+    run_dir: Workdir,
+    config: Config,
+    mesh: Mesh,
+    pairs: dict[str, Pairs],
+    built: dict[str, str],
+    newest: int | None,
+    start: Start | None,
+) -> Prepared:
+    """Open the tokenizer and corpora, and create or restore the state, in all processes."""
+    with raise_on_any_process():
+        if not is_first():
+            run_dir.pull()
+        tokenizer = Tokenizer.load(run_dir.folder)
+        corpora = {name: _open_corpus(run_dir, each) for name, each in built.items()}
+        model = dataclasses.replace(
+            config.model,
+            vocab_size=tokenizer.target.vocab_size,
+            source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
+        )
+        config = dataclasses.replace(config, model=model)
+        plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
+    started = start and _checksum(start[0])
+    check_agreement({"tokenizer": tokenizer.fingerprint, "training.start_from": started})
+    with raise_on_any_process():
+        functions = make_step_functions(config, mesh)
+        checkpoints = Checkpoints(run_dir, config, tokenizer)
+        selected = f"{config.training.select_by} on {built.get('dev', '')}"
+        progress = Progress(built["train"], selected=selected)
         if newest is None:
             state = _initial_state(functions, start)
         else:
             state, progress = _resume(checkpoints, newest, functions, progress)
         if is_first():  # last, so an error leaves the config unchanged
-            write_atomically(place.folder / "config.json", to_json(config))
-        yield Prepared(
-            config=config,
-            workdir=place,
-            mesh=mesh,
-            tokenizer=tokenizer,
-            corpora=corpora,
-            pairs=pairs,
-            plan=plan,
-            functions=functions,
-            checkpoints=checkpoints,
-            state=state,
-            progress=progress,
-        )
-        checkpoints.wait()
-        if is_first():  # push summary.json
-            retry(place.store, place.push_files)
-            place.push_checkpoints()
-
-
-def _tokenized(
-    place: Workdir,
-    config: Config,
-    texts: dict[str, ParallelText],
-    newest: int | None,
-    start: Start | None,
-) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """Load or build the tokenizer and, in process 0, the train and dev corpora."""
-    if not is_first():
-        place.pull()
-        return Tokenizer.load(place.folder), {}
-    tokenizer = prepare_tokenizer(place, config, texts["train"], newest, start)
-    tokenizer.target.require_ids(config.decoding.suppress, "decoding.suppress")  # fail early
-    corpora = {
-        name: build_corpus(
-            text,
-            tokenizer,
-            config.data,
-            place.folder / "corpus",
-            sampling=config.tokenizer.sampling if name == "train" else 0.0,
-            num_samples=config.tokenizer.sampled_epochs,
-            seed=config.seed,
-        )
-        for name, text in texts.items()
-        if name != "test"
-    }
-    place.push_files()
-    return tokenizer, corpora
-
-
-def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
-    """Make the corpora of process 0 available to every process.
-
-    If the work directory is a URL, other hosts copy the corpora through it.
-    """
-    found: dict[str, str] = broadcast_from_first(
-        lambda: {k: c.fingerprint for k, c in corpora.items()}
+            write_atomically(run_dir.folder / "config.json", to_json(config))
+    return Prepared(
+        config,
+        run_dir,
+        mesh,
+        tokenizer,
+        corpora,
+        pairs,
+        plan,
+        functions,
+        checkpoints,
+        state,
+        progress,
     )
-    here, there = place.folder / "corpus", place.store / "corpus"
 
-    def missing() -> list[str]:
-        for name, fingerprint in found.items():
-            if name not in corpora and (corpus := open_corpus(here, fingerprint)):
-                corpora[name] = corpus
-        return [fingerprint for name, fingerprint in found.items() if name not in corpora]
 
-    wanted = {folder for folders in allgather(missing()) for folder in folders}
-
-    def copy() -> None:
-        source, target = (here, there) if is_first() else (there, here)
-        for folder in wanted:
-            copy_folder(source / folder, target / folder)
-
-    first_then_others(copy)
-    with raise_on_any_process():
-        if missing():
-            raise UserError(
-                f"The corpus copied to {str(here)!r} is corrupt. Run the same command again to "
-                "copy it again."
-            )
+def _open_corpus(run_dir: Workdir, fingerprint: str) -> Corpus:
+    """Open a corpus that process 0 built, after copying it from the URL if it is not here."""
+    here, there = run_dir.folder / "corpus", run_dir.store / "corpus"
+    corpus = open_corpus(here, fingerprint)
+    if corpus is None and here != there:
+        copy_folder(there / fingerprint, here / fingerprint)
+        corpus = open_corpus(here, fingerprint)
+    if corpus is None:
+        raise UserError(
+            f"The corpus {here / fingerprint} is corrupt. Delete {there / fingerprint} and run the "
+            "same command again to build it again."
+        )
+    return corpus
 
 
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
@@ -255,40 +276,12 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
     return texts, pairs
 
 
-def prepare_tokenizer(
-    place: Workdir, config: Config, text: ParallelText, newest: int | None, start: Start | None
-) -> Tokenizer:
-    """Load the newest checkpoint's tokenizer, or create one if no checkpoint exists.
-
-    A new tokenizer comes from the model to start from, or is trained on the text.
-    """
-    if newest is not None:
-        return load_tokenizer(place.folder, place.checkpoints / checkpoint_name(newest))
-    if start:
-        symbols = config.tokenizer.user_defined_symbols
-        tokenizer = start[1].with_symbols(symbols)
-    else:
-        log.info("Preparing the tokenizer.")
-        tokenizer = Tokenizer.train(text.pairs(), config.tokenizer)
-    tokenizer.save(place.folder)
-    return tokenizer
-
-
 def with_layout(config: Config, platform: str) -> Config:
     """Resolve ``batch.layout`` for a run's devices. Batches then depend only on the config."""
     if config.batch.layout != "auto":
         return config
     batch = dataclasses.replace(config.batch, layout="packed" if platform == "tpu" else "bucketed")
     return dataclasses.replace(config, batch=batch)
-
-
-def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    model = dataclasses.replace(
-        config.model,
-        vocab_size=tokenizer.target.vocab_size,
-        source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
-    )
-    return dataclasses.replace(config, model=model)
 
 
 def _resume(

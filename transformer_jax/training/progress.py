@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformer_jax.errors import UserError
+
 log = logging.getLogger(__name__)
 
 
@@ -21,6 +23,16 @@ class Progress:
     since_best: int = 0  # number of evaluations since the best one
     best_step: int | None = None
     best: dict[str, float] = field(default_factory=dict)  # metrics at best_step
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any], name: str) -> Progress:
+        """Parse the fields in a manifest. ``name`` is the manifest's file name in messages."""
+        if differing := sorted(fields.keys() ^ vars(cls()).keys()):
+            raise UserError(
+                f"{name}: unknown or missing fields of progress: {', '.join(differing)}. Resume "
+                "with the version of transformer_jax that wrote the checkpoint."
+            )
+        return cls(**fields)
 
     def early_stopping_triggered(self, patience: int) -> bool:
         """Return True after ``patience`` evaluations in a row without improvement; 0: never."""

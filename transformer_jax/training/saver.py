@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -31,7 +32,7 @@ from transformer_jax.storage.files import MANIFEST, MODEL, AnyPath, remove_folde
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import TrainState
-from transformer_jax.training.workdir import Workdir
+from transformer_jax.training.workdir import Workdir, WorkdirTaken
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,12 @@ class Checkpoints:
     def holds(self, step: int) -> bool:
         """Wait for the save in progress. Returns True if this step has a complete checkpoint."""
         self.wait()
-        return broadcast_from_first(lambda: step in self.steps())
+
+        def held() -> bool:
+            retry(self._workdir.store, self._workdir.check_token)
+            return step in self.steps()
+
+        return broadcast_from_first(held)
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, oldest first."""
@@ -97,38 +103,45 @@ class Checkpoints:
         path = self.folder / checkpoint_name(step)
         parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
         state = TrainState(parameters=parts["parameters"], ema=parts.get("ema"), **parts["rest"])
-        return state, Progress(**read_manifest(path)["progress"])
+        return state, Progress.parse(read_manifest(path)["progress"], str(path / MANIFEST))
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
-        if self.failure and not self.steps():
+        steps = self.steps()
+        if self.failure and not steps:
             raise UserError(
                 f"The first checkpoint could not be saved in {self.folder}: {self.failure}. "
                 "Stopping because there is no checkpoint to resume from. Free disk space "
                 "and run the same command again to start from scratch."
             )
         self._workdir.check_token()
-        if (path / MANIFEST).exists():
+        if int(path.name) in steps:
             return False
-        remove_folder(path)  # left by a failed save
+        remove_folder(path)  # left by a failed save, or a link
         return True
 
     def _finish(self, path: AnyPath, response: Any, progress: Progress) -> None:
         try:
             response.result()
-            if not is_first():  # the first process does the rest
-                return
-            _try(self._workdir.push_files)
-            noted = dataclasses.asdict(progress)
-            content = self._config, self._tokenizer, {"progress": noted}
-            retry(path, lambda: write_manifest(path, *content))
+            if is_first():  # which does the rest
+                self._complete(path, progress)
+        except WorkdirTaken:
+            pass  # the next save raises it in all processes
         except Exception as error:
             self._discard(path, error)
-            return
+
+    def _complete(self, path: AnyPath, progress: Progress) -> None:
+        """Write the manifest and delete old checkpoints, unless another run has started here."""
+        workdir, noted = self._workdir, dataclasses.asdict(progress)
+        _try(workdir.push_files)
+        retry(workdir.store, workdir.check_token)
+        content = self._config, self._tokenizer, {"progress": noted}
+        retry(path, lambda: write_manifest(path, *content))
         _try(lambda: self._delete_old(progress.best_step))
-        _try(self._workdir.push_checkpoints)
+        _try(workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
+        self._workdir.check_token()
         folders, model = self.folders(), self._workdir.folder / MODEL
         for old in {*folders} - kept(folders, best_step, self._config.training):
             delete_checkpoint(old)
@@ -136,7 +149,8 @@ class Checkpoints:
             delete_checkpoint(model)
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
-        if is_first():
+        for pause in (0.0, 0.2, 2.0) if is_first() else ():
+            time.sleep(pause)  # other threads of Orbax can still write
             retry(path, lambda: remove_folder(path))
         self.failure = one_line(error)
         log.error(
@@ -148,6 +162,8 @@ def _try(work: Callable[[], None]) -> None:
     """Delete old checkpoints or copy to the store. If that fails, log a warning and continue."""
     try:
         work()
+    except WorkdirTaken:
+        raise
     except Exception as error:  # each store raises different errors
         log.warning("%s Training continues and will retry at the next checkpoint.", error)
 

@@ -17,6 +17,7 @@ from transformer_jax.data.batching import Batch
 from transformer_jax.devices.sharding import (
     all_gathered,
     batch_sharding,
+    check_rows,
     reduce_scattered,
     replicated,
     state_shardings,
@@ -130,17 +131,24 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
 
     return StepFunctions(
         init=jax.jit(init, out_shardings=shardings),
-        train_step=jax.jit(
-            partial(train_step, optimizer=optimizer, **inputs),
-            donate_argnums=0,
-            compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform),
-            in_shardings=(shardings, rows),
-            out_shardings=(shardings, everywhere),
+        train_step=_checking_rows(
+            jax.jit(
+                partial(train_step, optimizer=optimizer, **inputs),
+                donate_argnums=0,
+                compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform),
+                in_shardings=(shardings, rows),
+                out_shardings=(shardings, everywhere),
+            ),
+            mesh,
+            config.optimizer.accumulate_steps,
         ),
-        eval_step=jax.jit(
-            eval_step,
-            in_shardings=(shardings.parameters, rows),
-            out_shardings=everywhere,
+        eval_step=_checking_rows(
+            jax.jit(
+                eval_step,
+                in_shardings=(shardings.parameters, rows),
+                out_shardings=everywhere,
+            ),
+            mesh,
         ),
         abstract_state=jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -149,6 +157,17 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
         ),
         graph=graph,
     )
+
+
+def _checking_rows(compiled: Any, mesh: Mesh, microbatches: int = 1) -> Any:
+    """Raise ``UserError`` for batches that do not divide evenly, before JAX does."""
+
+    def call(state: Any, batch: Batch) -> Any:
+        check_rows(mesh, len(batch.source_BS), microbatches, "The number of rows in the batch")
+        return compiled(state, batch)
+
+    call.lower = compiled.lower  # type: ignore[attr-defined]
+    return call
 
 
 def init_state(

@@ -7,13 +7,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import jax
 
 from transformer_jax.data.corpus import TEMPORARY
-from transformer_jax.devices.distributed import broadcast_from_first, raise_on_any_process
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.saved_models.checkpoint import (
     PARAMETERS,
@@ -29,10 +29,14 @@ from transformer_jax.saved_models.remote_workdir import (
     mirror_files,
 )
 from transformer_jax.settings.config import Config
-from transformer_jax.settings.config_files import load_config_file, to_json
+from transformer_jax.settings.config_files import from_json, to_json
 from transformer_jax.storage.files import (
+    MANIFEST,
     AnyPath,
+    check_processes,
+    copy_folder,
     files_in,
+    is_copied,
     is_url,
     kind_of,
     local_path,
@@ -53,6 +57,10 @@ _TOKEN = ".token"
 _TOKEN_SECONDS = 60.0  # on a network file system, new files can appear late
 
 
+class WorkdirTaken(UserError):
+    """Another run has started in the work directory. This run must not change it any more."""
+
+
 class Workdir:
     """Work directory of a run.
 
@@ -61,56 +69,47 @@ class Workdir:
       folder: the local folder; for a URL, a local mirror.
       checkpoints: folder that Orbax writes to: in ``store`` if possible, otherwise in ``folder``,
         from which checkpoints are copied to ``store``.
+      token: random string that process 0 writes there. Another run that starts there replaces it.
     """
 
     def __init__(self, name: str | Path):
         url = str(name).rstrip("/") if is_url(str(name)) else ""
+        check_processes(url, several=jax.process_count() > 1)
         self.store: AnyPath
         if url:
             self.folder, self.store = cached_folder(url, "train"), remote_path(url)
         else:  # resolved, because a link can be changed during the run
             self.folder = self.store = Path(os.path.realpath(local_path(name)))
             _check_name(self.folder)
-        self._copies_checkpoints = bool(url) and not url.startswith("gs://")
-        if self._copies_checkpoints and jax.process_count() > 1:
-            raise UserError(
-                f"--workdir is {url!r}, which does not work with {jax.process_count()} processes; "
-                "use a gs:// URL or a folder that all processes share."
-            )
+        self._copies_checkpoints = is_copied(url)
         root: AnyPath = self.folder if self._copies_checkpoints else self.store
-        self.checkpoints, self._token = root / "checkpoints", ""
+        self.checkpoints, self.token = root / "checkpoints", ""
 
-    def check_shared_folder(self) -> None:
-        """Write a token to check that all processes share the work directory.
+    def claim(self) -> None:
+        """Write a new token, so runs elsewhere that use the work directory stop."""
+        self.token = secrets.token_hex()
+        try:
+            for place in (self.store, self.folder):
+                (place / _TOKEN).write_text(self.token)
+        except Exception as error:  # each store raises different errors
+            raise UserError(f"{self.store} cannot be written: {one_line(error)}") from error
 
-        Another run that starts there replaces the token.
-        """
-
-        def write() -> str:
-            token = secrets.token_hex()
-            try:
-                for place in (self.store, self.folder):
-                    (place / _TOKEN).write_text(token)
-            except Exception as error:  # each store raises different errors
-                raise UserError(f"{self.store} cannot be written: {one_line(error)}") from error
-            return token
-
-        self._token = broadcast_from_first(write)
-        with raise_on_any_process():
-            end = time.monotonic() + _TOKEN_SECONDS
-            while _token(self.store) != self._token:
-                if time.monotonic() > end:
-                    raise UserError(
-                        f"{self.store} is not shared by all processes: process 0's file "
-                        f"{_TOKEN} did not appear within {_TOKEN_SECONDS:.0f} s; choose a "
-                        "shared folder or a gs:// URL."
-                    )
-                time.sleep(0.2)
+    def wait_for_token(self) -> None:
+        """Wait for process 0's token. Raises ``UserError`` if it does not appear."""
+        end = time.monotonic() + _TOKEN_SECONDS
+        while _token(self.store) != self.token:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"{self.store} is not shared by all processes: process 0's file "
+                    f"{_TOKEN} did not appear within {_TOKEN_SECONDS:.0f} s; choose a "
+                    "shared folder or a gs:// URL."
+                )
+            time.sleep(0.2)
 
     def check_token(self) -> None:
-        """Raise ``UserError`` if another run has started in the same work directory."""
-        if _token(self.store) != self._token:
-            raise UserError(
+        """Raise ``WorkdirTaken`` if another run has started in the same work directory."""
+        if _token(self.store) != self.token:
+            raise WorkdirTaken(
                 f"Stopping because another run has started in {self.store}. Restart this run with "
                 "a different --workdir."
             )
@@ -137,7 +136,18 @@ class Workdir:
         Call ``push_files`` first: a resumed run drops log entries after its checkpoint.
         """
         if self._copies_checkpoints:
-            self._push(mirror_checkpoints, self.checkpoints, self.store / "checkpoints")
+            mirror = partial(mirror_checkpoints, check=self.check_token)
+            self._push(mirror, self.checkpoints, self.store / "checkpoints")
+
+    def push_corpus(self, fingerprint: str) -> None:
+        """Copy a corpus to the URL if several processes need it and it is not there yet."""
+        source, target = (place / "corpus" / fingerprint for place in (self.folder, self.store))
+        if (
+            self.folder is not self.store
+            and jax.process_count() > 1
+            and not (target / MANIFEST).exists()
+        ):
+            self._push(copy_folder, source, target)
 
     def _push(
         self, mirror: Callable[[AnyPath, AnyPath], None], source: AnyPath, target: AnyPath
@@ -145,6 +155,8 @@ class Workdir:
         self.check_token()
         try:
             mirror(source, target)
+        except WorkdirTaken:
+            raise
         except Exception as error:
             raise UserError(
                 f"{source} could not be copied to {target}: {one_line(error)}. Nothing is lost: "
@@ -190,56 +202,70 @@ def open_run_dir(
       UserError: the folder is in use by another run, holds a run with another config, is a model
         folder or is not a work directory. Its contents are unchanged.
     """
-    folder = workdir.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    others = [e for e in folder.iterdir() if not e.name.startswith(".") and e.name != "corpus"]
-    if others and folder is workdir.store and not (folder / "config.json").exists():
-        raise UserError(
-            f"{str(folder)!r} is not empty but has no config.json; expected a new folder or a "
-            "work directory."
-        )
-    if kind_of(workdir.store / PARAMETERS) or 0 in complete_steps(workdir.checkpoints):
-        raise UserError(
-            f"{str(workdir.store)!r} is a finished or imported model, which training does not "
-            f"modify. To fine-tune it, pass --training.start-from {workdir.store} and another "
-            "--workdir."
-        )
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(folder / ".lock"))
-        except BlockingIOError:
-            raise UserError(
-                f"Another run is using {str(workdir.store)!r}; wait for it to finish or choose "
-                "another --workdir."
-            ) from None
-        for left in (folder / "corpus").glob(f"{TEMPORARY}*"):  # by a killed process
-            remove_folder(left)
+    workdir.folder.mkdir(parents=True, exist_ok=True)
+    _check_owner(workdir)
+    store = str(workdir.store)
+    busy = f"Another run is using {store!r}; wait for it to finish or choose another --workdir."
+    with locked(workdir.folder / ".lock", busy):
         workdir.pull()
-        steps = complete_steps(workdir.checkpoints)
         newest = newest_intact(workdir.checkpoints)
-        if newest is None:
-            if (path := folder / "config.json").exists():
-                load_config_file(path)  # raises an error if another program wrote it
-            write_atomically(path, to_json(config))
-        else:
+        if newest is not None:
             # the checkpoint's own config, because config.json can have been edited
             theirs = config_of(workdir.checkpoints / checkpoint_name(newest))
             differences = differences_on_resume(theirs, config)
-            _check_changes(workdir.store, differences, allow_changes=allow_changes)
-        _delete_other_checkpoints(workdir.checkpoints, [s for s in steps if s <= (newest or 0)])
+            _check_changes(store, differences, allow_changes=allow_changes)
+        before = _token(workdir.folder)
+        workdir.claim()  # before anything is deleted
+        if newest is None:
+            write_atomically(workdir.folder / "config.json", to_json(config))
+        _delete_leftovers(workdir, newest, before)
         yield newest
 
 
-def _delete_other_checkpoints(folder: AnyPath, kept: list[int]) -> None:
-    names = {name.partition("/")[0] for name in files_in(folder)}
+def _check_owner(workdir: Workdir) -> None:
+    """Raise ``UserError`` if another program wrote the files in the work directory."""
+    store = workdir.store
+    if kind_of(store / PARAMETERS) or 0 in complete_steps(workdir.checkpoints):
+        raise UserError(
+            f"{str(store)!r} is a finished or imported model, which training does not modify. To "
+            f"fine-tune it, pass --training.start-from {store} and another --workdir."
+        )
+    path = store / "config.json"
+    if kind_of(path):
+        try:
+            from_json(path.read_bytes())
+        except UserError as error:
+            if newest_intact(workdir.checkpoints) is None:
+                raise UserError(f"{str(path)!r}: {error}") from None
+        return
+    names = os.listdir(store) if isinstance(store, Path) else files_in(store)
+    if any(name[0] != "." and name.partition("/")[0] != "corpus" for name in names):
+        raise UserError(
+            f"{str(store)!r} is not empty but has no config.json; expected a new folder or a "
+            "work directory."
+        )
+
+
+def _delete_leftovers(workdir: Workdir, newest: int | None, token: str) -> None:
+    """Delete checkpoints that are incomplete or newer than ``newest``, and unfinished corpora.
+
+    ``token`` is the previous run's. Work directories can share a ``corpus`` folder, so unfinished
+    corpora of other runs are kept.
+    """
+    for path in (workdir.folder / "corpus").glob(f"{TEMPORARY}*"):
+        if token and path.name.startswith(TEMPORARY + token):
+            remove_folder(path)
+    checkpoints = workdir.checkpoints
+    kept = [step for step in complete_steps(checkpoints) if step <= (newest or 0)]
+    names = {name.partition("/")[0] for name in files_in(checkpoints)}
     for name in names.difference(map(checkpoint_name, kept)):
-        if name.isdigit():  # other names are not checkpoints
+        if name.isdecimal() and name == checkpoint_name(int(name)):  # others are not checkpoints
             if int(name) > max(kept, default=0):
-                log.warning("Deleting %s, which is incomplete or corrupt.", folder / name)
-            delete_checkpoint(folder / name)
+                log.warning("Deleting %s, which is incomplete or corrupt.", checkpoints / name)
+            delete_checkpoint(checkpoints / name)
 
 
-def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_changes: bool) -> None:
+def _check_changes(workdir: str, differences: list[Difference], *, allow_changes: bool) -> None:
     """Raise ``UserError`` unless the run can resume with these changed settings."""
     if not differences:
         return
@@ -248,7 +274,7 @@ def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_cha
     if not (changeable and allow_changes):
         flag = ", or --allow-changes" if changeable else ""
         raise UserError(
-            f"{str(workdir)!r} contains a run with a different config. Use another --workdir or "
+            f"{workdir!r} contains a run with a different config. Use another --workdir or "
             f"the same settings{flag}. {fields}"
         )
     log.warning("Resuming the run with different settings. %s", fields)
