@@ -51,6 +51,7 @@ from transformer_jax.storage.files import remote_path
 HOSTS = 8
 URL, UNDISTURBED = "gs://ckpt/runs/disturbed", "gs://ckpt/runs/undisturbed"
 LATE_SECONDS, FAILING_SECONDS = 15, 60
+SILENT_SECONDS = 10  # a process silent for this long in its setup counts as dead
 START_SECONDS = 20  # of the start that waits for a process that never comes
 PATIENCE_SECONDS = 900  # eight processes compile for minutes on two busy cores
 
@@ -69,7 +70,7 @@ class Pod:
         self.coordinator = address()
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *numbers: int) -> None:
+    def start(self, *numbers: int, program: tuple[str, ...] = ("train.py",)) -> None:
         """Start these processes."""
         for number in numbers:
             home = self.folder / self.hosts[number]
@@ -86,6 +87,7 @@ class Pod:
                         folder=home,
                         environment=own,
                         stderr=log,
+                        program=program,
                     )
                 )
 
@@ -150,6 +152,32 @@ class Rehearsal:
             assert "did not connect within" in pod.said(number), pod.said(number)
         [error] = [line for line in pod.said(0).splitlines() if line.startswith("error")]
         self.say(f"process 7 never starts: the others end after {seconds:.0f} s\n         {error}")
+
+    def one_of_two_is_killed_in_setup(self) -> None:
+        """In each phase of ``training/prepare.py``; then the same command succeeds."""
+        told = "lost contact with", "tasks have crashed", "service detected fatal"
+        for phase in ("open_run_dir", "build_files", "open_run"):
+            url = f"gs://ckpt/runs/{phase}"
+            waits = []
+            for killed in (1, 0):
+                pod = self.pod(5, f"{phase}-{killed}-", url, count=2)
+                here = self.folder / f"{phase}-{killed}"
+                script = "tests/training/paused_setup.py"
+                pod.start(0, 1, program=(script, phase, str(here), str(SILENT_SECONDS)))
+                pod.wait(here.exists, phase)
+                pod.processes[killed].kill()
+                began, other = time.monotonic(), 1 - killed
+                pod.processes[other].wait(SILENT_SECONDS + 60)
+                waits.append(f"{time.monotonic() - began:.0f}")
+                assert pod.processes[other].returncode != 0, pod.said(other)
+                assert any(text in pod.said(other) for text in told), pod.said(other)
+            pod.processes.clear()
+            pod.start(0, 1)
+            assert pod.end() == [0, 0], pod.said(0)
+            self.say(
+                f"SIGKILL in {phase} to process 1, then 0: the other ends after "
+                f"{' and '.join(waits)} s; the same command then succeeds"
+            )
 
     def one_is_killed(self) -> int:
         pod = self.pod(100_000, "a")
@@ -252,6 +280,7 @@ def main() -> None:
         rehearsal = Rehearsal(folder, emulator)
         try:
             rehearsal.a_process_never_comes()
+            rehearsal.one_of_two_is_killed_in_setup()
             killed = rehearsal.one_is_killed()
             stopped = rehearsal.one_is_stopped(killed)
             steps = rehearsal.the_bucket_fails(stopped)

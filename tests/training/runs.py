@@ -96,10 +96,11 @@ def command(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     stderr: int | IO[str] = subprocess.PIPE,
+    program: tuple[str, ...] = ("train.py",),
 ) -> subprocess.Popen[str]:
     """Start ``python train.py`` with a config file in ``folder``; default: beside ``workdir``.
 
-    ``environment`` adds variables.
+    ``environment`` adds variables. ``program`` is another script with its first arguments.
     """
     name = f"{Path(workdir).name}_{hash(config)}_config.py"
     file = (folder or Path(workdir).parent) / name
@@ -112,7 +113,7 @@ def command(
     variables |= {"JAX_COMPILATION_CACHE_DIR": str(cache), **(environment or {})}
     arguments = ["--config", str(file), "--workdir", str(workdir), *flags]
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
+        [sys.executable, *program, *arguments],
         stderr=stderr,
         text=True,
         cwd=ROOT,
