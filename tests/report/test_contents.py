@@ -20,6 +20,7 @@ import pytest
 from transformer_jax import Config, DecodingConfig, PairsConfig, Translator, UserError
 from transformer_jax.report import __main__ as program
 from transformer_jax.report import attention, heat_maps, samples
+from transformer_jax.report import charts as charts_module
 from transformer_jax.report.attention import SentenceAttention
 from transformer_jax.report.page import page as render
 from transformer_jax.report.runs import Run
@@ -296,8 +297,18 @@ def test_a_failure_belongs_to_its_run_and_leaves_the_others(tmp_path, dev, model
     assert [dict(card).keys() - {"source", "reference"} for card in cards(page)] == [{runs[1]}]
 
 
-def test_attention_maps_show_the_last_layer_with_queries_down_and_keys_across(tmp_path):
-    """Each title has its kind's tokens. Pictures are identical to those of the last layer alone."""
+def test_attention_maps_show_the_last_layer_with_queries_down_and_keys_across(
+    tmp_path, monkeypatch
+):
+    """Each title has the tokens and weights of its kind."""
+    drawn = []
+
+    def draw(queries, keys, weights_NHTS, **settings):
+        figure = attention.attention_maps(queries, keys, weights_NHTS, **settings)
+        drawn.append([np.asarray(axes.images[0].get_array()) for axes in figure.axes[:-1]])
+        return figure
+
+    monkeypatch.setattr(charts_module, "attention_maps", draw)
     attended = sentence("x")
     run = Run("r", tmp_path, Config(), [], attention={"text": attended})
     page = render([run]).decode()
@@ -308,8 +319,9 @@ def test_attention_maps_show_the_last_layer_with_queries_down_and_keys_across(tm
         "Decoder self-attention": "decoder",
     }
     assert [title for title, _ in maps] == [*kinds]
-    for title, url in maps:
-        queries, keys, _ = attended.of(kinds[title])
+    for (title, url), images in zip(maps, drawn, strict=True):
+        queries, keys, weights_NHTS = attended.of(kinds[title])
+        np.testing.assert_array_equal(images, weights_NHTS[-1])  # no axes are swapped
         texts = [(text.text or "").strip() for text in svg(url).iter(f"{SVG}text")]
         assert {f"layer 2, head {head}" for head in (1, 2, 3)} <= {*texts}
         assert not any(text.startswith("layer 1") for text in texts)
