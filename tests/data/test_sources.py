@@ -203,3 +203,27 @@ def test_fingerprint_depends_on_contents_not_names(tmp_path):
     ]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 4
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 99, None])
+def test_a_limit_counts_pairs_over_all_files(tmp_path, limit):
+    """From the start. Blank lines count, because filters come later."""
+    expected = []
+    for name, size in (("a", 2), ("b", 3)):
+        for side in ("en", "de"):
+            lines = [f"{name} {side} {i}" if i != 1 else "" for i in range(size)]
+            (tmp_path / f"{name}.{side}").write_text("".join(f"{line}\n" for line in lines))
+        expected += [
+            (f"{name} en {i}", f"{name} de {i}") if i != 1 else ("", "") for i in range(size)
+        ]
+    files = {side: (f"a.{side}", f"b.{side}") for side in ("en", "de")}
+    config = PairsConfig("text", files["en"], files["de"], limit=limit)
+    assert list(read_pairs(config, str(tmp_path))) == expected[:limit]
+
+
+def test_a_byte_order_mark_is_removed_from_the_first_line_of_each_file_only(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\r\r\n")
+    config = PairsConfig("text", ("a", "b"), ("b", "a"))
+    line = "\ufefftwo\r"
+    assert list(read_pairs(config, str(tmp_path))) == [("one", "one"), (line, line)] * 2

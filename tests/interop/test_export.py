@@ -446,3 +446,178 @@ def test_program_errors_write_nothing(run, tmp_path, monkeypatch) -> None:
 def test_norm_epsilon_must_be_positive() -> None:
     with pytest.raises(UserError, match="model.norm_epsilon is 0.0"):
         ModelConfig(norm_epsilon=0.0)
+
+
+# Contents of the folders.
+
+SEARCH = {
+    **{"beam_size": 7, "length_penalty": 0.9, "min_length": 3, "no_repeat_ngram": 5},
+    **{"max_source_length": 30, "max_extra_length": 12, "suppress": ("T",)},
+}
+
+
+def in_json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def with_search(config: Config, **changes: Any) -> Config:
+    return dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, **changes))
+
+
+@pytest.mark.parametrize(
+    ("fields", "source", "target"),
+    [({}, 30, 42), ({"positions": "learned", "max_positions": 36}, 30, 36)],
+)
+def test_every_search_setting_has_its_name_in_ctranslate2(
+    fields, source, target, tmp_path, joint, make
+) -> None:
+    config, model = make(joint, num_layers=1, **fields)
+    folder = export("ctranslate2", tmp_path / "out", with_search(config, **SEARCH), model, joint)
+    assert in_json(folder / "generation_config.json") == {
+        "beam_size": 7,
+        "length_penalty": 0.9,
+        "min_decoding_length": 3,
+        "no_repeat_ngram_size": 5,
+        "patience": 2.0,  # docs/interop.md
+        "max_input_length": source,
+        "max_decoding_length": target,
+        "suppress_sequences": [["<pad>"], ["T"]],
+    }
+    its = in_json(folder / "config.json")
+    tokens = its["bos_token"], its["decoder_start_token"], its["eos_token"], its["unk_token"]
+    assert tokens == ("<s>", "<s>", "</s>", "<unk>") and its["add_source_eos"]
+    assert its["layer_norm_epsilon"] == config.model.norm_epsilon
+
+
+def test_every_setting_has_its_name_in_hugging_faces_files(tmp_path, joint, make) -> None:
+    sizes = {"num_layers": 2, "num_decoder_layers": 1, "num_heads": 4, "activation": "gelu_tanh"}
+    rates = {"dropout": 0.3, "attention_dropout": 0.2, "feed_forward_dropout": 0.15}
+    config, model = make(joint, **sizes, **rates)
+    folder = export("huggingface", tmp_path / "out", with_search(config, **SEARCH), model, joint)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    ids |= {"forced_eos_token_id": 2}
+    assert in_json(folder / "generation_config.json") == {
+        "num_beams": 7,
+        "length_penalty": 0.9,
+        "min_new_tokens": 3,
+        "no_repeat_ngram_size": 5,
+        "max_length": 43,  # 30 source tokens + 12 + BOS
+        "bad_words_ids": [[0], joint.target.ids(["T"])],
+        **ids,
+    }
+    assert (
+        in_json(folder / "config.json").items()
+        >= {
+            **{"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "vocab_size": 64},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+            **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "activation_function": "gelu_new"},
+            **{"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.15},
+            **{"max_position_embeddings": 1024, "scale_embedding": True, "dtype": "float32"},
+            **ids,
+        }.items()
+    )
+    tokens = joint.source.tokens(range(64))
+    assert in_json(folder / "vocab.json") == {token: i for i, token in enumerate(tokens)}
+    assert (
+        in_json(folder / "tokenizer_config.json").items()
+        >= {
+            **{"model_max_length": 30, "pad_token": "<pad>", "eos_token": "</s>"},
+            **{"unk_token": "<unk>"},
+        }.items()
+    )
+    again, *_ = import_huggingface(folder)
+    for name, value in (sizes | rates).items():
+        assert getattr(again.model, name) == value, name
+    assert (again.decoding.length_penalty, again.decoding.length_offset) == (0.9, 0.0)
+    # An import is set up for fine-tuning.
+    assert again.optimizer.peak_learning_rate == 1e-4 and again.optimizer.warmup_steps == 1000
+
+
+def test_positions_cover_the_longest_lines_of_the_search(tmp_path, joint, make) -> None:
+    """At least 2,048 in CTranslate2 and 1,024 in Hugging Face's format."""
+    config, model = make(joint, num_layers=1)
+    longer = with_search(config, max_source_length=2500, max_extra_length=100)
+    for form, settings, longest in (
+        ("ctranslate2", config, 2048),
+        ("ctranslate2", longer, 2600),
+        ("huggingface", config, 1024),
+        ("huggingface", longer, 2600),
+    ):
+        folder = export(form, tmp_path / f"{form}-{longest}", settings, model, joint)
+        if form == "huggingface":
+            assert in_json(folder / "config.json")["max_position_embeddings"] == longest
+            continue
+        tokens = ["T"] * (longest - 1)  # and EOS
+        [score] = ctranslate2_of(folder).score_batch([tokens], [["T"]], max_input_length=0)
+        assert np.isfinite(score.log_probs).all()
+        with pytest.raises(RuntimeError, match="position"):
+            ctranslate2_of(folder).score_batch([[*tokens, "T"]], [["T"]], max_input_length=0)
+
+
+@pytest.mark.parametrize("form", EXPORTS)
+def test_weights_are_float32_whatever_the_model_computes_in(form, tmp_path, joint, make) -> None:
+    config, model = make(joint, num_layers=1, dtype="bfloat16")
+    folder = export(form, tmp_path / "out", config, model, joint)
+    if form == "ctranslate2":
+        assert ctranslate2_of(folder).compute_type in ("float32", "int8_float32", "default")
+        assert (folder / "model.bin").stat().st_size > 4 * 64 * 16
+    else:
+        from safetensors.numpy import load_file
+
+        tensors = load_file(folder / "model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float32)}
+        matrix = np.asarray(model.target_embedding.matrix[...])
+        found_VD = tensors["model.shared.weight"]
+        np.testing.assert_array_equal(np.sort(found_VD, axis=1), np.sort(matrix, axis=1))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
+def test_what_a_failed_export_wrote_is_removed(error, run, tmp_path, monkeypatch) -> None:
+    def fail(*given: Any) -> None:
+        (given[-1] / "model.bin").write_text("half")
+        raise error
+
+    monkeypatch.setattr("transformer_jax.interop.ctranslate2.export_ctranslate2", fail)
+    status, _ = run("ctranslate2")
+    assert status == (130 if error is KeyboardInterrupt else 2)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "other").write_text("of somebody else")
+    assert run("ctranslate2")[0] == 2  # and deletes nothing
+    assert (tmp_path / "out" / "other").read_text() == "of somebody else"
+
+
+def test_conversions_with_pytorch_copy_the_weights(logits) -> None:
+    """Changing one model does not change the other."""
+    from transformer_jax.interop.pytorch import from_torch, to_torch
+
+    theirs = torch.nn.Transformer(16, 2, 1, 1, 24, batch_first=True)
+    embedding = torch.nn.Embedding(20, 16)
+    model = from_torch(theirs, embedding, dtype="float32")
+    source_BS, target_BT = np.array([[5, 6, 2]]), np.array([[7, 2, 0]])
+    before = logits(model, source_BS, target_BT)
+    modules = to_torch(model)
+    kept = [parameter.detach().clone() for parameter in modules.transformer.parameters()]
+    with torch.no_grad():
+        for parameter in [*theirs.parameters(), embedding.weight]:
+            parameter.zero_()
+    np.testing.assert_array_equal(logits(model, source_BS, target_BT), before)
+    with torch.no_grad():
+        modules.target_embedding.weight.zero_()
+        modules.output.weight.zero_()
+    np.testing.assert_array_equal(logits(model, source_BS, target_BT), before)
+    for parameter, value in zip(modules.transformer.parameters(), kept, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_the_import_program_says_how_to_go_on(tmp_path, joint, make, capsys) -> None:
+    config, model = make(joint, num_layers=1)
+    folder = export("huggingface", tmp_path / "hf", config, model, joint)
+    workdir = tmp_path / "run"
+    assert main(["import", "--input", str(folder), "--workdir", str(workdir)]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2:] == [
+        f"Translate:  python decode.py --workdir {workdir}",
+        f"Fine-tune:  python train.py --config {workdir}/config.json "
+        f"--training.start-from {workdir} --workdir NEW ...",
+    ]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from transformer_jax.parsing.__main__ import main
+from transformer_jax.parsing.trees import bracket_symbols
 
 TREES = [
     "( (S (NP-SBJ (NNP John)) (VP (VBZ has) (NP (DT a) (NN dog))) (. .)))",
@@ -116,3 +117,86 @@ def test_invalid_input_is_an_error(
     assert run(command) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
     assert not list(folder.glob("x.*")), "a failed command left output files"
+
+
+def test_numbered_words_and_tags(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each file has one line per tree, in the order of the files; missing folders are created."""
+    assert run("prepare --numbered --trees b.mrg a.mrg.gz --output new/folder/it") == 0
+    said = "new/folder/it.words, .sequences and .mrg: 3 trees with 11 words.\n"
+    assert capsys.readouterr().err == said
+    names = sorted(path.name for path in (folder / "new" / "folder").iterdir())
+    assert names == ["it.mrg", "it.sequences", "it.words"]
+    words, sequences = (
+        (folder / f"new/folder/it.{ending}").read_text() for ending in ("words", "sequences")
+    )
+    assert words == ("#0 It #1 barks #2 .\n#0 Not #1 today #2 .\n#0 John #1 has #2 a #3 dog #4 .\n")
+    assert sequences.splitlines()[:2] == [
+        "(S (NP #0 PRP )NP (VP #1 VBZ )VP #2 . )S",
+        "(FRAG (ADVP #0 RB #1 NN )ADVP #2 . )FRAG",
+    ]
+    files = "--words new/folder/it.words --sequences new/folder/it.sequences"
+    assert run(f"restore {files} --output other/folder/back.mrg") == 0
+    assert capsys.readouterr().err == "3 trees, 0 from malformed sequences.\n"
+    restored = (folder / "other/folder/back.mrg").read_text().splitlines()
+    assert restored[0] == "( (S (NP (XX It)) (VP (XX barks)) (XX .)))"
+    assert run("score --gold new/folder/it.mrg --parses other/folder/back.mrg") == 0
+    assert capsys.readouterr().out == (
+        "labeled bracket F1 = 100.00 (precision 100.00, recall 100.00, exact match 100.00%, "
+        "3 sentences)\n"
+    )
+
+
+def test_precision_is_of_the_parses_and_recall_of_the_gold_trees(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "gold").write_text(f"{TREES[1]}\n{TREES[2]}\n")
+    (folder / "parses").write_text("( (S (PRP It) (VBZ barks) (. .)))\n" + TREES[2] + "\n")
+    assert run("score --gold gold --parses parses") == 0
+    assert capsys.readouterr().out == (
+        "labeled bracket F1 = 75.00 (precision 100.00, recall 60.00, exact match 50.00%, "
+        "2 sentences)\n"
+    )
+    assert run("score --gold parses --parses gold") == 0
+    assert "(precision 60.00, recall 100.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "cleaned"),
+    [
+        ("(TOP (S (NN a)))", "( (S (NN a)))"),
+        ("(ROOT (S (NN a)))", "( (S (NN a)))"),
+        ("( (S (NN a)))", "( (S (NN a)))"),
+        ("(S (NN a))", "( (S (NN a)))"),
+        (
+            "(S (NP-SBJ-1 (NN a)) (PP=2 (IN b)) (PRT|ADVP (RP c)))",
+            "( (S (NP (NN a)) (PP (IN b)) (PRT (RP c))))",
+        ),
+        # only labels have suffixes; a bracket's tag is whole
+        ("(S (-LRB- -LRB-) (NN a-b) (-RRB- -RRB-))", "( (S (-LRB- -LRB-) (NN a-b) (-RRB- -RRB-)))"),
+        ("(S (NP (-NONE- *T*)) (VP (VB go) (NP (SBAR (-NONE- 0)))))", "( (S (VP (VB go))))"),
+    ],
+)
+def test_cleaning_of_trees(
+    given: str, cleaned: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "one.mrg").write_text(given)
+    assert run("prepare --trees one.mrg --output out") == 0
+    assert (folder / "out.mrg").read_text() == f"{cleaned}\n"
+
+
+@pytest.mark.parametrize("short", ["words", "sequences"])
+def test_restore_names_the_file_that_ends_early(
+    short: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "words").write_text("It barks .\n" * (2 if short == "words" else 3))
+    (folder / "sequences").write_text("(S XX XX XX )S\n" * (2 if short == "sequences" else 3))
+    assert run("restore --words words --sequences sequences") == 2
+    out, err = capsys.readouterr()
+    assert not out and err == (
+        f"error: {short} ends after 2 lines; expected the same number of lines in words and "
+        "sequences.\n"
+    )
+
+
+def test_symbols_that_keep_brackets_whole() -> None:
+    assert bracket_symbols("S NP") == ("▁(S", "▁)S", "▁(NP", "▁)NP")

@@ -1,0 +1,126 @@
+"""Files: atomic writes, locks, copies, and the cache folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from transformer_jax.storage import files
+from transformer_jax.storage.files import (
+    cache_folder,
+    copy_folder,
+    files_in,
+    is_url,
+    local_path,
+    locked,
+    remove_folder,
+    write_atomically,
+)
+
+
+@pytest.mark.parametrize("content", ["ü\n", b"\xff\x00"])
+def test_a_file_is_on_disk_before_it_replaces_the_old_one(content, tmp_path, monkeypatch) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    expected = content.encode() if isinstance(content, str) else content
+    seen = []
+
+    def fsync(number: int) -> None:
+        written = [each for each in tmp_path.iterdir() if each != path]
+        seen.append((path.read_text(), [each.read_bytes() for each in written]))
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    write_atomically(path, content)
+    assert seen == [("old", [expected])]
+    assert path.read_bytes() == expected and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match=r"summary\.json"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_lock_is_held_until_the_end_and_waited_for_on_request(tmp_path) -> None:
+    path, order = tmp_path / ".lock", []
+
+    def wait() -> None:
+        with locked(path, wait=True):
+            order.append("second")
+
+    with locked(path):
+        with pytest.raises(BlockingIOError), locked(path):
+            pass
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.2)
+        order.append("first")
+    waiting.join(timeout=20)
+    assert order == ["first", "second"]
+    with locked(path):  # free again
+        pass
+
+
+def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with locked(tmp_path / ".lock"):
+        [message] = caplog.messages
+    assert "does not support locks; use it from one process only" in message
+
+
+def test_a_folders_manifest_is_copied_last(tmp_path, monkeypatch) -> None:
+    names = ["a", "manifest.json", "state/manifest.json", "state/z", "zz"]
+    for name in names:
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_text(name)
+    copied, copy = [], files.copy_file
+    monkeypatch.setattr(
+        files,
+        "copy_file",
+        lambda source, target: (copied.append(source.name), copy(source, target)),
+    )
+    copy_folder(tmp_path / "source", tmp_path / "target")
+    assert copied[-1] == "manifest.json" and copied[:-1] == ["a", "manifest.json", "z", "zz"]
+    assert files_in(tmp_path / "target") == names
+    remove_folder(tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+    remove_folder(tmp_path / "target")  # nothing to delete
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [(None, "home/.cache"), ("", "home/.cache"), ("relative", "home/.cache"), ("/else", "/else")],
+)
+def test_the_cache_folder(variable, expected, tmp_path, monkeypatch) -> None:
+    """As in the XDG specification, a relative path is ignored."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", variable)
+    assert cache_folder() == tmp_path / expected / "transformer_jax"
+
+
+def test_paths_and_urls(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert [is_url(name) for name in ("s3://b/x", "gs://b", "a/b", "/a:b", "c:/x")] == [
+        *(True, True),
+        *(False, False, False),
+    ]
+    assert local_path("~/x") == tmp_path / "x" and local_path("x") == Path(os.getcwd(), "x")
