@@ -569,3 +569,13 @@ def test_number_of_cores(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert num_cores() == 3
+
+
+def test_blank_lines_are_filtered_even_if_they_have_tokens(tmp_path):
+    """Without normalization, spaces are tokens."""
+    settings = TokenizerConfig(vocab_size=90, normalization="identity")
+    tokenizer = Tokenizer.train([*PAIRS[:300], ("a   b", "a   b")], settings)
+    assert tokenizer.source.encode(["   "])[0]
+    config, data = from_text(tmp_path, [("one", "   "), ("   ", "eins"), ("two", "zwei")])
+    corpus = build_corpus(config, tokenizer, data, tmp_path / "corpus")
+    assert (corpus.num_read, corpus.num_pairs) == (3, 1)

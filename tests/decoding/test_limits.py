@@ -17,6 +17,7 @@ import pytest
 from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 
 from transformer_jax.decoding import __main__ as program
+from transformer_jax.decoding import devices
 from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.decoding.output_file import open_output
 from transformer_jax.decoding.program import checked_flags
@@ -330,3 +331,19 @@ def test_hypotheses_run_out_where_the_search_finds_fewer(translator):
         assert translation.log_prob == pytest.approx(sum(each.log_prob for each in chosen))
         assert translation.length == sum(len(each.tokens) + 1 for each in chosen)
         assert list(islice(translation.token_log_probs, 3)) == chosen[0].token_log_probs[:3]
+
+
+# Devices.
+
+
+@pytest.mark.parametrize(
+    ("platform", "rows", "used"),
+    [
+        *(("cpu", 1, 1), ("cpu", 31, 1), ("cpu", 32, 2), ("cpu", 999, 6)),
+        *(("gpu", 1, 1), ("gpu", 5, 5), ("gpu", 999, 6)),
+    ],
+)
+def test_devices_have_at_least_16_rows_or_on_accelerators_one(monkeypatch, platform, rows, used):
+    found = [SimpleNamespace(platform=platform) for _ in range(6)]
+    monkeypatch.setattr(devices, "find_devices", lambda: found)
+    assert devices.devices_for_rows(rows) == found[:used]

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 
 from transformer_jax import Config, DecodingConfig, PairsConfig, Translator, UserError
 from transformer_jax.report import __main__ as program
@@ -227,7 +228,7 @@ def models(monkeypatch) -> list[tuple[str, str]]:
 
     def attend(translator, text, **_):
         asked.append((translator.name, text))
-        return sentence(f"{translator.name}:{text}")
+        return sentence(f"{translator.name}:{text[:9]}")
 
     monkeypatch.setattr(Translator, "from_workdir", load)
     monkeypatch.setattr(samples, "sentence_attention", attend)
@@ -420,3 +421,42 @@ def test_numbers_of_a_report_have_six_digits(tmp_path):
         ["0.000314159"],
         ["1, 2"],
     ]
+
+
+def test_links_lead_to_the_sections_of_the_page_alone(tmp_path, dev, models):
+    """A section without content has no link. The page needs no network and runs no scripts."""
+    hostile = "<script>alert(1)</script><img src='http://example.org/a.png'>"
+    note = {"environment": {"python": hostile}}
+    run = write_run(tmp_path / "a", config=dev, curves=1, note=hostile, **note)
+    names = ["curves", "results", "translations", "attention", "settings", "environment"]
+    for flags, missing in (
+        (("--samples", "2", "--text", hostile), []),
+        (("--samples", "0"), ["translations", "attention"]),
+    ):
+        page = report(tmp_path, [run], *flags)
+        links = re.findall(r'<a href="#(.*?)">(.*?)</a>', page)
+        expected = [name for name in names if name not in missing]
+        assert links == [(name, name.capitalize()) for name in expected]
+        assert re.findall(r'id="(.*?)"', re.sub(r'src=".*?"', "", page)) == expected
+        assert "<script" not in page and "<img src='" not in page
+        assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in page
+        sources = re.findall(r'(?:src|href)="(.{9})', page)
+        assert all(source.startswith(("data:imag", "#")) for source in sources)
+        assert html.escape(hostile, quote=False).replace("'", "&#39;") in page
+        assert page.startswith("<!DOCTYPE html>") and '<meta charset="utf-8">' in page
+
+
+def test_the_environment_is_that_of_the_last_start(tmp_path):
+    run = write_run(tmp_path / "a")
+    starts = [{"kind": "start", "step": i, "environment": {"python": f"3.{i}"}} for i in (11, 12)]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in starts))
+    assert rows(report(tmp_path, [run]), "environment")["python"] == ["3.12"]
+
+
+def test_learned_positions_limit_attention_maps():
+    tokenizer = train_tokenizer(lines_of_words(12))
+    model = make_model(tokenizer, positions="learned", max_positions=20)
+    translator = Translator(model, tokenizer, DecodingConfig(max_source_length=16))
+    word = next(word for word in WORDS if len(tokenizer.source.encode([word])[0]) == 1)
+    with pytest.raises(UserError, match="text has 21 tokens, EOS included; expected at most 20"):
+        attention.sentence_attention(translator, " ".join([word] * 20), target="ONE")

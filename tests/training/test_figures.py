@@ -32,6 +32,7 @@ from transformer_jax.training.prepare import prepare
 from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.resuming import differences_on_resume
 from transformer_jax.training.saver import Checkpoints
+from transformer_jax.training.workdir import Workdir
 
 WARMUP, PEAK = 4, 0.01
 CONFIG = changed(
@@ -76,10 +77,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         patch.setattr(CompileAhead, "wait", wait_for_step)
         patch.setattr(Evaluator, "dev", evaluate)
         patch.setattr(Checkpoints, "save", save_step)
+        # Saving takes longer than a step.
+        patch.setattr(Workdir, "push_files", lambda self: time.sleep(0.2))
         found.summary = train(CONFIG, workdir, devices=ONE)
     found.said = said.getvalue()
     with prepare(CONFIG, workdir, devices=ONE) as prepared:
-        found.end = prepared
+        found.end, checkpoints = prepared, prepared.checkpoints
+        abstract = prepared.functions.abstract_state
+        found.kept = {
+            step: checkpoints.restore(step, abstract)[1].tokens for step in checkpoints.steps()
+        }
         yield found
 
 
@@ -165,6 +172,14 @@ def test_the_summary_has_totals_of_the_run(run: SimpleNamespace) -> None:
     assert "tok:char" in test["bleu_signature"] and "nc:6" in test["chrf_signature"]
     assert f"BLEU|{test['bleu_signature']} = {test['bleu']:.2f}" in run.said
     assert f"chrF2|{test['chrf_signature']} = {test['chrf']:.2f}" in run.said
+
+
+def test_a_checkpoint_has_the_totals_of_its_own_step(run: SimpleNamespace) -> None:
+    """Although training continues while it is written."""
+    kept = run.kept
+    assert 4 in kept and 7 in kept
+    for step, tokens in kept.items():
+        assert tokens == sum(real_tokens(run, range(step)))
 
 
 def test_the_terminal_shows_what_the_files_have(run: SimpleNamespace) -> None:

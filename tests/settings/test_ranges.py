@@ -1,0 +1,54 @@
+"""The first and last allowed value of every kind of setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from transformer_jax import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    UserError,
+)
+
+LAST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "allowed", "forbidden"),
+    [
+        (TrainingConfig, "steps", [1, LAST], [0, -1, LAST + 1, 1.0, True]),
+        (TrainingConfig, "patience", [0, LAST], [-1, LAST + 1]),
+        (TrainingConfig, "label_smoothing", [0, 0.0, 0.999], [1.0, -1e-9]),
+        (TrainingConfig, "r_drop", [0.0, 5, 1e38], [-1e-9, 1.1e38, float("nan")]),
+        (TrainingConfig, "average", ["auto", 1, 5], ["all", 0, 6]),  # 5 are kept
+        (ModelConfig, "norm_epsilon", [1e-38, 1], [0.0, -1.0, float("inf")]),
+        (DecodingConfig, "top_p", [1e-9, 1.0], [0.0, 1.0001]),
+        (DecodingConfig, "max_extra_length", [1, 2**16], [0, 2**16 + 1]),
+        (DecodingConfig, "max_source_length", [3, LAST], [2, LAST + 1]),
+        (DecodingConfig, "min_length", [0, 50], [51, -1]),  # max_extra_length is 50
+        (OptimizerConfig, "peak_learning_rate", [None, 1e-9], [0.0, "none"]),
+    ],
+)
+def test_first_and_last_values(
+    section: Any, name: str, allowed: list[Any], forbidden: list[Any]
+) -> None:
+    for value in allowed:
+        assert getattr(section(**{name: value}), name) == value
+    for value in forbidden:
+        with pytest.raises(UserError, match=rf"^\w+\.{name} is .*; expected "):
+            section(**{name: value})
+
+
+@pytest.mark.parametrize("longer", ["max_source_length", "max_target_length"])
+def test_learned_positions_must_cover_the_longer_side(longer: str) -> None:
+    data = DataConfig(**{"max_source_length": 20, "max_target_length": 20} | {longer: 30})
+    Config(model=ModelConfig(positions="learned", max_positions=30), data=data)
+    with pytest.raises(UserError, match=r"model\.max_positions is 29; expected at least 30"):
+        Config(model=ModelConfig(positions="learned", max_positions=29), data=data)
+    Config(model=ModelConfig(max_positions=1), data=data)  # sinusoids have no limit
