@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from transformer_jax.errors import UserError
 from transformer_jax.storage import files
 from transformer_jax.storage.files import (
     cache_folder,
@@ -58,11 +59,11 @@ def test_a_lock_is_held_until_the_end_and_waited_for_on_request(tmp_path) -> Non
     path, order = tmp_path / ".lock", []
 
     def wait() -> None:
-        with locked(path, wait=True):
+        with locked(path):
             order.append("second")
 
     with locked(path):
-        with pytest.raises(BlockingIOError), locked(path):
+        with pytest.raises(UserError, match="^in use$"), locked(path, "in use"):
             pass
         waiting = threading.Thread(target=wait)
         waiting.start()
