@@ -26,7 +26,7 @@ from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.segments import split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models.checkpoint import save_model
+from transformer_jax.saved_models.model_folder import save_model
 from transformer_jax.settings.config import (
     Config,
     DecodingConfig,

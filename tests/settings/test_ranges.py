@@ -30,7 +30,7 @@ LAST = 2**31 - 1
         (ModelConfig, "norm_epsilon", [1e-38, 1], [0.0, -1.0, float("inf")]),
         (DecodingConfig, "top_p", [1e-9, 1.0], [0.0, 1.0001]),
         (DecodingConfig, "max_extra_length", [1, 2**16], [0, 2**16 + 1]),
-        (DecodingConfig, "max_source_length", [3, LAST], [2, LAST + 1]),
+        (DecodingConfig, "max_source_length", [3, 2**16], [2, 2**16 + 1]),
         (DecodingConfig, "min_length", [0, 50], [51, -1]),  # max_extra_length is 50
         (OptimizerConfig, "peak_learning_rate", [None, 1e-9], [0.0, "none"]),
     ],

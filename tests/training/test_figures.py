@@ -392,7 +392,7 @@ def test_defaults_are_the_documented_ones() -> None:
     off = optimizer.weight_decay, optimizer.clip_norm, optimizer.ema_decay, training.r_drop
     assert off == (0, 0, 0, 0)
     assert (training.log_every, training.eval_every, training.checkpoint_every) == (50, 1000, 1000)
-    assert (training.keep_checkpoints, training.average, training.most_averaged) == (5, "auto", 5)
+    assert (training.keep_checkpoints, training.average) == (5, "auto")
     assert (training.bleu_sentences, training.bleu_tokenize) == (1000, "13a")
     assert (training.patience, training.max_bad_steps, training.select_by) == (0, 10, "loss")
     batch = config.batch
