@@ -128,7 +128,7 @@ class Workdir:
     def push_files(self) -> None:
         """Mirror the local folder to the URL, except for checkpoints."""
         if self.folder is not self.store:
-            self._push(mirror_files, self.folder, self.store)
+            self._push(partial(mirror_files, check=self.check_token), self.folder, self.store)
 
     def push_checkpoints(self) -> None:
         """Mirror the local checkpoints to the URL, unless Orbax writes them there directly.
