@@ -89,11 +89,10 @@ def mirror_files(
 ) -> None:
     """Copy all files except checkpoints, corpora and hidden files; optionally without the model.
 
-    Calls ``check`` as ``mirror_checkpoints`` does, and after copying the model.
+    Calls ``check`` before it copies or deletes a model.
     """
     if model:
         mirror_folder(source / MODEL, target / MODEL, check=check)
-        check()
     names = _small_files(source)
     for name in names:
         copy_file(source / name, target / name)
