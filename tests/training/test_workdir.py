@@ -166,6 +166,24 @@ def test_a_save_in_flight_does_nothing_more_once_another_run_has_started(
     assert complete_steps(Workdir(workdir).store / "checkpoints") == before
 
 
+def test_a_model_in_flight_is_not_completed_once_another_run_has_started(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_ = store.open
+
+    def slow(path: str, mode: str = "rb", **options: Any) -> Any:
+        if "/model/" in path and mode == "wb" and not other.token:
+            other.claim()
+        return open_(path, mode, **options)
+
+    other = Workdir(URL)
+    monkeypatch.setattr(store, "open", slow)
+    with pytest.raises(UserError, match="Stopping because another run has started in"):
+        train(CONFIG, URL, devices=ONE)
+    names = {path.removeprefix("/bucket/run/") for path in store.find("/bucket/run")}
+    assert other.token and not names & {"model/manifest.json", "summary.json"}
+
+
 def test_temporary_names_of_one_process_differ(tmp_path: Path) -> None:
     """Threads, and containers that share a disk, can have the same process id."""
     from transformer_jax.storage import files

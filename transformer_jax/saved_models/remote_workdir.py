@@ -80,10 +80,19 @@ def cached_folder(url: str, purpose: str) -> Path:
     return folder
 
 
-def mirror_files(source: AnyPath, target: AnyPath, *, model: bool = True) -> None:
-    """Copy all files except checkpoints, corpora and hidden files; optionally without the model."""
+def mirror_files(
+    source: AnyPath,
+    target: AnyPath,
+    *,
+    model: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Copy all files except checkpoints, corpora and hidden files; optionally without the model.
+
+    Calls ``check`` before it copies or deletes a model.
+    """
     if model:
-        mirror_folder(source / MODEL, target / MODEL)
+        mirror_folder(source / MODEL, target / MODEL, check=check)
     names = _small_files(source)
     for name in names:
         copy_file(source / name, target / name)

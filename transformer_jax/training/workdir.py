@@ -43,6 +43,7 @@ from transformer_jax.storage.files import (
     locked,
     remote_path,
     remove_folder,
+    retry,
     write_atomically,
 )
 from transformer_jax.training.resuming import (
@@ -136,8 +137,7 @@ class Workdir:
         Call ``push_files`` first: a resumed run drops log entries after its checkpoint.
         """
         if self._copies_checkpoints:
-            mirror = partial(mirror_checkpoints, check=self.check_token)
-            self._push(mirror, self.checkpoints, self.store / "checkpoints")
+            self._push(mirror_checkpoints, self.checkpoints, self.store / "checkpoints")
 
     def push_corpus(self, fingerprint: str) -> None:
         """Copy a corpus to the URL if several processes need it and it is not there yet."""
@@ -149,12 +149,10 @@ class Workdir:
         ):
             self._push(copy_folder, source, target)
 
-    def _push(
-        self, mirror: Callable[[AnyPath, AnyPath], None], source: AnyPath, target: AnyPath
-    ) -> None:
+    def _push(self, mirror: Callable[..., None], source: AnyPath, target: AnyPath) -> None:
         self.check_token()
         try:
-            mirror(source, target)
+            mirror(source, target, check=partial(retry, self.store, self.check_token))
         except WorkdirTaken:
             raise
         except Exception as error:
