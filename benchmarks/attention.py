@@ -24,6 +24,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -42,11 +43,16 @@ def seeing(mask_B1TS: jax.Array) -> jax.Array:
     return mask_B1TS | ~mask_B1TS.any(-1, keepdims=True)
 
 
-def ours(*arrays_and_mask: jax.Array) -> jax.Array:
+def ours(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
     """Run the fused kernel, or plain attention where the model does not use the kernel."""
-    return (short_attention if supports(*arrays_and_mask) else dot_product_attention)(
-        *arrays_and_mask
+    (B, T, H, K), dtype = q_BTHK.shape, q_BTHK.dtype
+    x_BTD = jax.ShapeDtypeStruct((B, T, H * K), dtype)
+    query, value = (
+        SimpleNamespace(kernel=jax.ShapeDtypeStruct((H * K, H, each.shape[3]), dtype), dtype=dtype)
+        for each in (q_BTHK, v_BSHK)
     )
+    chosen = supports(x_BTD, query, value, mask_B1TS)
+    return (short_attention if chosen else dot_product_attention)(q_BTHK, k_BSHK, v_BSHK, mask_B1TS)
 
 
 def cudnn(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
