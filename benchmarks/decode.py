@@ -5,8 +5,9 @@
     python -m benchmarks.decode --against ../older --engines ours
 
 All engines have the same weights and inputs, longest first. Times are from token ids to token ids,
-without tokenization and loading. Our engine gets all sentences in one call. So does CTranslate2
-with ``--workdir``; otherwise the other engines get one batch per call.
+without tokenization and loading. Our engine and CTranslate2 get all sentences at once; Hugging Face
+gets one batch per call. CTranslate2 runs in the fastest division of the cores into workers and
+threads, which is measured first (``setting``).
 
 *Random weights*: source lengths resemble newstest2014 with a joint BPE vocabulary of 32,000 tokens
 (log-normal, mean 27.7 with EOS). Every output is one token longer than its source: our engine
@@ -24,8 +25,9 @@ until then.
 than the source. Our engine uses each sentence's length, Hugging Face the longest in the batch,
 CTranslate2 the longest in the file. Token counts are from each engine's best outputs, EOS included.
 
-The length penalty is length^0.6 in every engine (ours with ``length_offset`` 0). CTranslate2 runs
-on CPUs, in float32 or int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
+The length penalty is length^0.6 in every engine (ours with ``length_offset`` 0). ``ours`` computes
+in the data type that ``model.dtype`` auto chooses. CTranslate2 runs on CPUs, in float32, bfloat16
+or int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -118,7 +121,7 @@ def export(job: Answer) -> Engine:
         "target": tokenizer.target.tokens(range(tokenizer.target.vocab_size)),
     }
     (folder / "source.json").write_text(json.dumps(found))
-    if set(job["engines"]) != {"ours"}:
+    if set(job["engines"]) & set(OTHERS):
         for write in (export_ctranslate2, export_huggingface):
             place = folder / write.__name__
             place.mkdir()
@@ -126,17 +129,29 @@ def export(job: Answer) -> Engine:
     return dict
 
 
-def ours(job: Answer, ids: Ids) -> Search:
+def ours(job: Answer, ids: Ids, *, dtype: str = "auto") -> Search:
     """Search with our ``Engine`` on each device, with all sentences in one call."""
+    from flax import nnx
+
     from transformer_jax.decoding import devices, engine
+    from transformer_jax.model.transformer import abstract_model
 
     places = devices.devices_for_rows(job["batch_size"])  # first, as it may configure JAX
     config, model, _ = load(job)
+    graph = abstract_model(replace(config.model, dtype=dtype)).graph
+    model = nnx.merge(graph, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     suppress = () if job["workdir"] or job["output_length"] else (EOS_ID,)
     share = replace(config.decoding, batch_size=-(-config.decoding.batch_size // len(places)))
     engines = [engine.Engine(model, share, suppress=suppress, device=place) for place in places]
     sentences = [engine.Sentence(x) for x in ids]
     return lambda: [best.tokens for best, *_ in engine.search_together(engines, sentences)]
+
+
+ENGINES: dict[str, Callable[[Answer, Ids], Search]] = {
+    "ours": ours,
+    "ours_float32": partial(ours, dtype="float32"),
+    "ours_bfloat16": partial(ours, dtype="bfloat16"),
+}
 
 
 def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
@@ -147,8 +162,24 @@ def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
         yield batch, None if job["workdir"] else job["output_length"] or mean
 
 
-def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
-    """Search with ``ctranslate2.Translator``, in one call for all sentences or one per batch."""
+def ctranslate2(job: Answer, ids: Ids, *, compute_type: str) -> Search:
+    """Search with ``ctranslate2.Translator`` in its fastest division into workers and threads."""
+    threads = job["threads"]
+    divisions = [n for n in range(1, threads + 1) if threads % n == 0]
+    searches = {n: ctranslate2_workers(job, ids, compute_type, n) for n in divisions}
+    seconds = {}
+    for count, search in searches.items():
+        search()  # warm-up
+        begin = time.perf_counter()
+        search()
+        seconds[count] = time.perf_counter() - begin
+    best = min(seconds, key=seconds.__getitem__)
+    searches[best].setting = f"{best} x {threads // best} threads"  # type: ignore[attr-defined]
+    return searches[best]
+
+
+def ctranslate2_workers(job: Answer, ids: Ids, compute_type: str, workers: int) -> Search:
+    """Search with this many workers. They get all sentences, or all batches, at once."""
     import ctranslate2
 
     folder = Path(job["folder"])
@@ -156,9 +187,9 @@ def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
     target_ids = {token: i for i, token in enumerate(names["target"])}
     translator = ctranslate2.Translator(
         str(folder / "export_ctranslate2"),
-        compute_type="int8" if int8 else "float32",
-        inter_threads=1,
-        intra_threads=job["threads"],
+        compute_type=compute_type,
+        inter_threads=workers,
+        intra_threads=job["threads"] // workers,
     )
 
     def search() -> Ids:
@@ -173,8 +204,9 @@ def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
                 min_decoding_length=length or 1,
                 max_decoding_length=length or 1 + len(ids[0]) + job["extra"],
                 suppress_sequences=[[names["target"][PAD_ID]]],  # our engine never generates it
+                asynchronous=True,
             )
-        return [[target_ids[token] for token in x.hypotheses[0]] for x in results]
+        return [[target_ids[token] for token in x.result().hypotheses[0]] for x in results]
 
     return search
 
@@ -218,8 +250,9 @@ def huggingface(job: Answer, ids: Ids) -> Search:
 
 
 OTHERS: dict[str, Callable[[Answer, Ids], Search]] = {
-    "ctranslate2": partial(ctranslate2, int8=False),
-    "ctranslate2_int8": partial(ctranslate2, int8=True),
+    "ctranslate2": partial(ctranslate2, compute_type="float32"),
+    "ctranslate2_bfloat16": partial(ctranslate2, compute_type="bfloat16"),
+    "ctranslate2_int8": partial(ctranslate2, compute_type="int8"),
     "huggingface": huggingface,
 }
 
@@ -229,12 +262,13 @@ def start(name: str, job: Answer) -> Engine:
     if name == "export":
         return export(job)
     ids = json.loads((Path(job["folder"]) / "source.json").read_text())["ids"]
-    search = OTHERS.get(name, ours)(job, ids)
+    search = (ENGINES | OTHERS).get(name, ours)(job, ids)
     last = -1 if name in OTHERS and not job["workdir"] else None  # our engine has EOS there
 
     def run() -> Answer:
         outputs = [x[:last] for x in search()]
-        return {"outputs": outputs, "tokens": sum(len(x) + 1 for x in outputs)}
+        setting = getattr(search, "setting", "")
+        return {"outputs": outputs, "tokens": sum(len(x) + 1 for x in outputs), "setting": setting}
 
     return run
 
@@ -251,7 +285,7 @@ def main() -> None:
     add("--output-length", type=int, default=0)
     add("--beam-size", type=int, default=4)
     add("--batch-sizes", type=int, nargs="+", default=[1, 32, 128, 512])
-    add("--engines", nargs="+", choices=["ours", *OTHERS], default=["ours", *OTHERS])
+    add("--engines", nargs="+", choices=[*ENGINES, *OTHERS], default=["ours", *OTHERS])
     arguments = flags.parse_args()
     if bool(arguments.workdir) != bool(arguments.input):
         flags.error("use --workdir and --input together")
@@ -272,6 +306,7 @@ def main() -> None:
             pairs = [(a, b) for a, b in pairs if arguments.workdir or len(a) == len(b)]
             row["same"] = f"{sum(a == b for a, b in pairs):,} of {len(pairs):,}"
             row["first run, s"] = rounds[0][name]["seconds"]
+            row["setting"] = rounds[-1][name]["setting"]
             table[f"batch {size}, {name}"] = row
     finish(table, None, arguments)
 

@@ -19,6 +19,7 @@ from flax import nnx
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
+from transformer_jax.model.matmul import einsum, is_mixed
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 
@@ -104,6 +105,14 @@ class Projection(nnx.Einsum):
         super().__init__(equation, shape, dtype=dtype, kernel_init=kernel_init, rngs=rngs)
         if use_bias:  # created here, because nnx.Einsum would use a random key for zeros
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Project ``x``. In mixed precision on a CPU, the result is float32."""
+        if not is_mixed(x, self.dtype):
+            return super().__call__(x)
+        kernel, bias = self.kernel[...], self.bias
+        y = einsum(self.einsum_str, x, kernel, dtype=self.dtype, result=jnp.float32)
+        return y if bias is None else y + bias[...]
 
 
 def merge(*projections: Projection) -> Projection:

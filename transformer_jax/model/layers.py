@@ -14,17 +14,11 @@ from transformer_jax.model.attention import MultiHeadAttention, Projection
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
+from transformer_jax.model.matmul import activation_dtype, compute_dtype
 from transformer_jax.model.norms import Residual
 from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
-
-
-def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """Return the data type of matmuls. ``auto`` means float32 on a CPU and bfloat16 elsewhere."""
-    if config.dtype == "auto":
-        return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    return jnp.dtype(config.dtype)
 
 
 class Embedding(nnx.Module):
@@ -39,7 +33,7 @@ class Embedding(nnx.Module):
             if config.positions == "learned"
             else None
         )
-        self.dtype = compute_dtype(config)
+        self.dtype = activation_dtype(config)
 
     @checked
     @jax.named_scope("embedding")

@@ -18,9 +18,9 @@ from transformer_jax.model.layers import (
     DecoderLayer,
     Embedding,
     EncoderLayer,
-    compute_dtype,
     embedding_matrix,
 )
+from transformer_jax.model.matmul import compute_dtype, einsum
 from transformer_jax.model.norms import make_norm
 from transformer_jax.model.positions import segment_positions
 from transformer_jax.settings.checks import checked
@@ -231,10 +231,9 @@ class Transformer(nnx.Module):
     @checked
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Compute logits of the next token, float32 [B, T, V]."""
-        matrix_VD = self.output_matrix_VD.astype(hidden_BTD.dtype)
-        logits_BTV = jnp.einsum(
-            "BTD,VD->BTV", hidden_BTD, matrix_VD, preferred_element_type=jnp.float32
-        )
+        dtype = compute_dtype(self.config)
+        matrix_VD = self.output_matrix_VD.astype(dtype)
+        logits_BTV = einsum("BTD,VD->BTV", hidden_BTD, matrix_VD, dtype=dtype, result=jnp.float32)
         bias_V = self.output_bias_V
         return logits_BTV if bias_V is None else logits_BTV + bias_V[None, None]
 

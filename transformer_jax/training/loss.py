@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
+from transformer_jax.model.matmul import einsum
 from transformer_jax.settings.checks import Fraction, NonNegative, checked
 from transformer_jax.tokenization.special_ids import PAD_ID
 
@@ -31,6 +32,7 @@ class _Settings(NamedTuple):
     label_smoothing: float
     max_logits: int | None
     logits_dtype: jnp.dtype
+    dtype: jnp.dtype  # of matmuls
     mesh: Mesh | None
     r_drop: float
     backend: str
@@ -58,6 +60,7 @@ def smoothed_cross_entropy(
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
     r_drop: NonNegative = 0.0,
+    dtype: jnp.dtype | None = None,
 ) -> LossSums:
     """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
@@ -87,8 +90,10 @@ def smoothed_cross_entropy(
       UserError: the gradient of ``nll`` is requested.
     """
     backend = jax.default_backend()
-    dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
-    settings = _Settings(label_smoothing, max_logits, dtype, mesh, r_drop, backend)
+    logits_dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
+    settings = _Settings(
+        label_smoothing, max_logits, logits_dtype, dtype or hidden_BTD.dtype, mesh, r_drop, backend
+    )
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
@@ -148,7 +153,8 @@ def _on_device(
     settings: _Settings, target_BT: jax.Array, inputs: _Inputs
 ) -> tuple[LossSums, _Inputs]:
     hidden_BTD, matrix_VD, bias_V = inputs
-    weights_VD = matrix_VD.astype(hidden_BTD.dtype)
+    weights_VD = matrix_VD.astype(settings.dtype)
+    multiply = partial(einsum, dtype=settings.dtype)
     # C chunks of L tokens. With R-Drop, the first half of a chunk holds tokens of the first pass,
     # and the second half holds the same tokens of the second pass.
     passes = 2 if settings.r_drop else 1
@@ -169,9 +175,7 @@ def _on_device(
     def one_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
         hidden_LD, target_L = chunk
-        logits_LV = jnp.einsum(
-            "LD,VD->LV", hidden_LD, weights_VD, preferred_element_type=settings.logits_dtype
-        )
+        logits_LV = multiply("LD,VD->LV", hidden_LD, weights_VD, result=settings.logits_dtype)
         # not a matmul, because GPUs can round float32 matmuls
         mean_L = (hidden_LD * mean_D[None]).sum(axis=-1)
         if bias_V is not None:
@@ -180,11 +184,9 @@ def _on_device(
         sums = jax.tree.map(jnp.add, sums, new)
         if d_bias_V is not None:
             d_bias_V += d_logits_LV.sum(axis=0)
-        d_logits_LV = d_logits_LV.astype(hidden_LD.dtype)
-        d_hidden_LD = jnp.einsum("LV,VD->LD", d_logits_LV, weights_VD)
-        d_matrix_VD += jnp.einsum(
-            "LV,LD->VD", d_logits_LV, hidden_LD, preferred_element_type=jnp.float32
-        )
+        d_logits_LV = d_logits_LV.astype(settings.dtype)
+        d_hidden_LD = multiply("LV,VD->LD", d_logits_LV, weights_VD, result=hidden_LD.dtype)
+        d_matrix_VD += multiply("LV,LD->VD", d_logits_LV, hidden_LD, result=jnp.float32)
         return (sums, d_matrix_VD, d_bias_V), d_hidden_LD
 
     start = (

@@ -62,14 +62,16 @@ class StepMetrics(NamedTuple):
 # XLA options for the training step by platform. On GPUs, cuBLASLt matmuls can add biases, apply
 # ReLU and sum gradients in the same kernel. Results of merged matmuls would have to be split again.
 # Several collectives may run at once, so that the first starts in the middle of the backward pass.
+# On CPUs, the new state then overwrites the old one without a copy.
 COMPILER_OPTIONS = {
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
     "gpu": {
         "xla_gpu_dot_merger_threshold_mb": 0,
         "xla_gpu_enable_analytical_sol_latency_estimator": True,
         "xla_gpu_enable_cublaslt": True,
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    }
+    },
 }
 
 

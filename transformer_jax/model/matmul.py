@@ -1,0 +1,89 @@
+"""Matmuls in the data type of the config, and what that means on a CPU.
+
+XLA's CPU backend multiplies bfloat16 matrices fast on processors that have instructions for it
+(AMX), but emulates all other operations in bfloat16. So on a CPU, ``model.dtype`` bfloat16 is mixed
+precision: the inputs of matmuls with weights are rounded to bfloat16; their results, and all
+activations, are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
+
+from transformer_jax.settings.config import ModelConfig
+
+
+def compute_dtype(config: ModelConfig) -> jnp.dtype:
+    """Return the data type of matmuls. ``auto`` means float32 on a CPU and bfloat16 elsewhere."""
+    if config.dtype == "auto":
+        return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    return jnp.dtype(config.dtype)
+
+
+def activation_dtype(config: ModelConfig) -> jnp.dtype:
+    """Return the data type of activations: that of matmuls, but always float32 on a CPU."""
+    on_cpu = jax.default_backend() == "cpu"
+    return jnp.dtype(jnp.float32) if on_cpu else compute_dtype(config)
+
+
+def is_mixed(x: jax.Array, dtype: DTypeLike) -> bool:
+    """Return whether matmuls of ``x`` in ``dtype`` use mixed precision on a CPU."""
+    return dtype == jnp.bfloat16 and x.dtype == jnp.float32 and jax.default_backend() == "cpu"
+
+
+def einsum(
+    equation: str, a: jax.Array, b: jax.Array, *, dtype: DTypeLike, result: DTypeLike
+) -> jax.Array:
+    """Multiply two arrays as ``jnp.einsum`` does, and return an array of type ``result``.
+
+    The axes that are summed must come first or last in each input, and the result must have the
+    other axes of ``a`` before those of ``b``.
+    """
+    if result == jnp.float32 and dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        return _rounded(equation, a, b)
+    return jnp.einsum(equation, a, b, preferred_element_type=result)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    a_axes, b_axes, out = equation.replace("->", ",").split(",")
+    sizes = dict(zip(a_axes + b_axes, a.shape + b.shape, strict=True))
+    summed = "".join(axis for axis in a_axes if axis not in out)
+    a, b = (_as_matrix(x, axes, summed) for x, axes in ((a, a_axes), (b, b_axes)))
+    if a_axes.startswith(summed):  # XLA's fast kernels need the first matrix in row-major order
+        a = with_layout_constraint(a.T, Layout((0, 1)))
+    summed_axes = ((1,), (0 if b_axes.startswith(summed) else 1,))
+    out_MN = jax.lax.dot_general(a, b, (summed_axes, ((), ())), preferred_element_type=jnp.float32)
+    return out_MN.reshape([sizes[axis] for axis in out])
+
+
+def _forward(equation: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _rounded(equation, a, b), (a, b)
+
+
+def _backward(
+    equation: str, inputs: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    (a, b), (a_axes, b_axes, out) = inputs, equation.replace("->", ",").split(",")
+    of_a = _rounded(f"{out},{b_axes}->{a_axes}", gradient, b)
+    if b_axes[0] in a_axes:
+        of_b = _rounded(f"{a_axes},{out}->{b_axes}", a, gradient)
+    else:
+        of_b = _rounded(f"{out},{a_axes}->{b_axes}", gradient, a)
+    return of_a.astype(a.dtype), of_b.astype(b.dtype)
+
+
+_rounded.defvjp(_forward, _backward)
+
+
+def _as_matrix(x: jax.Array, axes: str, summed: str) -> jax.Array:
+    """Round to bfloat16, with the ``summed`` axes, which come first or last, as one axis."""
+    first = len(summed) if axes.startswith(summed) else len(axes) - len(summed)
+    rows = math.prod(x.shape[:first])
+    return x.astype(jnp.bfloat16).reshape(rows, -1)
