@@ -440,8 +440,9 @@ def test_an_average_skips_irregular_checkpoints_before_its_last_one(
     assert checkpoints.steps() == [10, 25, 30, 40]
     folders = [checkpoints.folder / f"{step:08d}" for step in (40, 30, 25, 10)]
     for chosen, most, expected in ((0, 3, [40, 30, 10]), (1, 2, [30, 10]), (2, 2, [25, 10])):
-        average = averaging.up_to(folders[chosen], folders, most)
-        assert [int(path.name) for path in average] == expected
+        training = dataclasses.replace(config.training, average=most)
+        _, chains = averaging._candidates(folders, int(folders[chosen].name), training)
+        assert [int(path.name) for path in chains[-1]] == expected
 
 
 def test_a_tokenizer_of_another_run_is_an_error(

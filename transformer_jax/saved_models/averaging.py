@@ -22,20 +22,14 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", bound=AnyPath)
 
 
-def up_to(chosen: P, folders: Sequence[P], most: int) -> list[P]:
-    """Return up to ``most`` checkpoints: ``chosen`` and scheduled ones before it."""
-    older = folders[folders.index(chosen) + 1 :]
-    return [chosen, *filter(_is_scheduled, older)][:most]
-
-
 def kept(folders: Sequence[P], best_step: int | None, training: TrainingConfig) -> set[P]:
     """Return the checkpoints to keep.
 
     These are the newest one, the newest ``keep_checkpoints`` scheduled ones, and those that can be
     averaged for the model.
     """
-    scheduled = list(filter(_is_scheduled, folders))[: training.keep_checkpoints]
-    return {*scheduled}.union(*_chains(folders, best_step, training))
+    scheduled, chains = _candidates(folders, best_step, training)
+    return {*scheduled[: training.keep_checkpoints]}.union(*chains)
 
 
 def choose(
@@ -51,17 +45,18 @@ def choose(
     ``training.average`` sets how many; ``auto`` selects the number with the lowest dev loss, and a
     fixed number is compared with it.
     """
-    chains = _chains(folders, best_step, training)
+    _, chains = _candidates(folders, best_step, training)
     if training.average != "auto":
         chains = chains[-1:] if stopped_early else chains[:1]
     elif dev_loss is None:
         log.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
         chains = [folders[:1]]
+    if sum(map(len, chains)) == 1:
+        dev_loss = None  # nothing to compare
     best: tuple[float, Sequence[P], Any] = math.inf, (), None
     for chain in chains:
         for count, average in enumerate(load_averages(chain), start=1):
-            loss = dev_loss(average) if dev_loss else math.nan
-            loss = math.inf if math.isnan(loss) else loss
+            loss = min(math.inf, dev_loss(average)) if dev_loss else math.inf  # NaN is the worst
             if not best[1] or loss < best[0]:
                 best = loss, chain[:count], average
     if training.average == "auto":
@@ -94,19 +89,19 @@ def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
         yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
 
 
-def _chains(
+def _candidates(
     folders: Sequence[P], best_step: int | None, training: TrainingConfig
-) -> list[Sequence[P]]:
-    """Return the checkpoints that can be averaged, up to the newest and up to the best one."""
+) -> tuple[list[P], list[Sequence[P]]]:
+    """Return the scheduled checkpoints, and those to average up to the newest and the best one.
+
+    Averages skip checkpoints saved only for an interruption or an evaluation, so interruptions do
+    not change a run's result. The interval is the one with which a checkpoint was saved.
+    """
+    intervals = [config_of(path).training.checkpoint_every for path in folders]
+    scheduled = [path for path, each in zip(folders, intervals) if int(path.name) % each == 0]
     best = [path for path in folders if int(path.name) == best_step]
     most = training.keep_checkpoints if training.average == "auto" else training.average
-    return [up_to(end, folders, most) for end in dict.fromkeys([folders[0], *best])]
-
-
-def _is_scheduled(checkpoint: AnyPath) -> bool:
-    """Return False for a checkpoint saved only for an interruption or an evaluation.
-
-    Averages skip those, so interruptions do not change a run's result. The interval is the one
-    with which the checkpoint was saved.
-    """
-    return int(checkpoint.name) % config_of(checkpoint).training.checkpoint_every == 0
+    ends = dict.fromkeys([folders[0], *best])
+    return scheduled, [
+        [end, *(path for path in scheduled if path.name < end.name)][:most] for end in ends
+    ]

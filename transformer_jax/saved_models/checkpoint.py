@@ -29,11 +29,12 @@ from safetensors.numpy import load_file
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_model
 from transformer_jax.settings.config import Config
-from transformer_jax.settings.config_files import from_json
+from transformer_jax.settings.config_files import from_dict
 from transformer_jax.storage.files import (
     MANIFEST,
     AnyPath,
     files_in,
+    is_checkpoint,
     remove_folder,
     write_atomically,
 )
@@ -53,11 +54,6 @@ def checkpoint_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def is_checkpoint(folder: AnyPath) -> bool:
-    """Return True for the path of a checkpoint, which may be missing."""
-    return folder.parent.name == "checkpoints" and folder.name.isdigit()
-
-
 def complete_steps(checkpoints: AnyPath) -> list[int]:
     """Return the steps of complete checkpoints in a ``checkpoints/`` folder, oldest first."""
     names = (name.partition("/") for name in files_in(checkpoints))
@@ -67,7 +63,7 @@ def complete_steps(checkpoints: AnyPath) -> list[int]:
 def config_of(folder: AnyPath) -> Config:
     """Return the config that a checkpoint or model was trained with."""
     try:
-        return from_json(json.dumps(read_manifest(folder).get("config")))
+        return from_dict(read_manifest(folder).get("config"))
     except UserError as error:
         raise UserError(f"{folder / MANIFEST} is corrupt: {error}") from None
 

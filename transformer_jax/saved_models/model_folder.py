@@ -32,7 +32,6 @@ from transformer_jax.saved_models.checkpoint import (
     complete_steps,
     config_of,
     delete_checkpoint,
-    is_checkpoint,
     load_tokenizer,
     read_manifest,
     saved_parameters,
@@ -45,6 +44,7 @@ from transformer_jax.settings.config_files import load_config_file, to_json
 from transformer_jax.storage.files import (
     MODEL,
     AnyPath,
+    is_checkpoint,
     kind_of,
     local_path,
     remove_folder,

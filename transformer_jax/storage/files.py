@@ -48,6 +48,11 @@ def local_path(name: str | Path) -> Path:
     return Path(os.path.expanduser(name)).absolute()
 
 
+def is_checkpoint(folder: AnyPath) -> bool:
+    """Return True for the path of a checkpoint, which may be missing."""
+    return folder.parent.name == "checkpoints" and folder.name.isdigit()
+
+
 def existing_folder(workdir: str | Path) -> Path:
     """Return the path of a local work directory or checkpoint.
 

@@ -13,7 +13,6 @@ import jax
 from flax import nnx
 
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches, to_global_arrays
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.translator import Translator
@@ -38,29 +37,24 @@ class Evaluator:
     """
 
     def __init__(self, run: Prepared):
-        self._run = run
-        dev = run.corpora.get("dev")
-        self._dev = None if dev is None else self._plan(dev)
+        config = run.config
+        self._run, self._training = run, config.training
+        self._dev: BatchPlan | None = None
+        if dev := run.corpora.get("dev"):
+            # As large as a training microbatch, so batches fit into memory, unless the longest
+            # sentence needs more.
+            rows, longest = config.batch.row_multiple, int(dev.lengths().max())
+            tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
+            batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
+            self._dev = BatchPlan(dev, batch, seed=0)
         self._translator: Translator | None = None
         if any(run.pairs.values()):
-            rows = -(-run.config.decoding.batch_size // jax.process_count())
-            config = dataclasses.replace(run.config.decoding, batch_size=rows)
+            rows = -(-config.decoding.batch_size // jax.process_count())
+            decoding = dataclasses.replace(config.decoding, batch_size=rows)
             model = nnx.merge(run.functions.graph, self._whole(run.state.parameters))
             devices = list(run.mesh.local_devices)
-            self._translator = Translator(model, run.tokenizer, config, devices=devices)
+            self._translator = Translator(model, run.tokenizer, decoding, devices=devices)
             self._translator.parameters = ()  # set by each evaluation
-
-    def _plan(self, corpus: Corpus) -> BatchPlan:
-        """Plan one epoch of batches for computing the loss on a corpus.
-
-        Batches are as large as a training microbatch, so they fit into memory, unless the longest
-        sentence needs more.
-        """
-        config = self._run.config
-        rows, longest = config.batch.row_multiple, int(corpus.lengths().max())
-        tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
-        batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
-        return BatchPlan(corpus, batch, seed=0)
 
     def dev(self, parameters: Parameters) -> tuple[dict[str, Any], str]:
         """Compute dev-set metrics (``dev_loss``, ...) and format the first pair's translation.
@@ -72,7 +66,7 @@ class Evaluator:
         if not (pairs := self._run.pairs["dev"]):
             return figures, ""
         translations = self._translate(parameters, pairs)
-        tokenize = self._run.config.training.bleu_tokenize
+        tokenize = self._training.bleu_tokenize
         figures["dev_bleu"] = bleu(translations, [y for _, y in pairs], tokenize=tokenize).value
         lines = zip(("source", "reference", "translation"), (*pairs[0], translations[0]))
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
@@ -82,14 +76,13 @@ class Evaluator:
 
         Returns the averaged steps, newest first, and the parameters as NumPy arrays.
         """
-        run, training = self._run, self._run.config.training
-        dev, folder = self._dev, run.checkpoints.folder
+        run, dev, folder = self._run, self._dev, self._run.checkpoints.folder
         steps = broadcast_from_first(lambda: run.checkpoints.steps()[::-1])
         checkpoints, average = choose(
             [folder / checkpoint_name(step) for step in steps],
             run.progress.best_step,
-            training,
-            stopped_early=run.progress.early_stopping_triggered(training.patience),
+            self._training,
+            stopped_early=run.progress.early_stopping_triggered(self._training.patience),
             dev_loss=None
             if dev is None
             else lambda average: means(self._loss(self._placed(average), dev))["loss"],
@@ -98,10 +91,10 @@ class Evaluator:
 
     def test(self, parameters: Any) -> tuple[dict[str, Any], Evaluation]:
         """Evaluate parameters on the test set."""
-        run, pairs = self._run, self._run.pairs["test"]
+        pairs = self._run.pairs["test"]
         translations = self._translate(self._placed(parameters), pairs)
         references = [target for _, target in pairs]
-        scores = evaluate(translations, references, tokenize=run.config.training.bleu_tokenize)
+        scores = evaluate(translations, references, tokenize=self._training.bleu_tokenize)
         figures: dict[str, Any] = {
             "sentences": len(references),
             "exact_match": scores.exact_match,
