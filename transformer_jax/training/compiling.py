@@ -69,9 +69,8 @@ class CompileAhead:
         """
         if self._all_first:
             self._all_first = False
-            with (
-                raise_on_any_process()
-            ):  # on CPUs a collective waits only 30 s for slower processes
+            # On CPUs, a collective waits only 30 s for slower processes.
+            with raise_on_any_process():
                 self._wait(list(self._steps.values()), show)
 
     def _wait(self, needed: list[Future[Any]], show: Callable[[str], None]) -> None:

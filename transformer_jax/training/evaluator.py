@@ -20,7 +20,6 @@ from transformer_jax.devices.distributed import allgather, broadcast_from_first
 from transformer_jax.devices.sharding import batch_sharding, replicated
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
 from transformer_jax.saved_models.averaging import choose
-from transformer_jax.saved_models.checkpoint import checkpoint_name
 from transformer_jax.settings.config import BatchConfig
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
@@ -76,10 +75,10 @@ class Evaluator:
 
         Returns the averaged steps, newest first, and the parameters as NumPy arrays.
         """
-        run, dev, folder = self._run, self._dev, self._run.checkpoints.folder
-        steps = broadcast_from_first(lambda: run.checkpoints.steps()[::-1])
-        checkpoints, average = choose(
-            [folder / checkpoint_name(step) for step in steps],
+        run, dev = self._run, self._dev
+        return choose(
+            run.checkpoints.folder,
+            broadcast_from_first(lambda: run.checkpoints.steps()[::-1]),
             run.progress.best_step,
             self._training,
             stopped_early=run.progress.early_stopping_triggered(self._training.patience),
@@ -87,7 +86,6 @@ class Evaluator:
             if dev is None
             else lambda average: means(self._loss(self._placed(average), dev))["loss"],
         )
-        return [int(path.name) for path in checkpoints], average
 
     def test(self, parameters: Any) -> tuple[dict[str, Any], Evaluation]:
         """Evaluate parameters on the test set."""
@@ -123,8 +121,7 @@ class Evaluator:
         assert self._translator is not None
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
         lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]
-        its_own = lines[jax.process_index() :: jax.process_count()]
-        shares = allgather(self._translator.translate(its_own))
+        count = jax.process_count()
+        shares = allgather(self._translator.translate(lines[jax.process_index() :: count]))
         self._translator.parameters = ()
-        places = (divmod(place, len(shares)) for place in range(len(lines)))
-        return [shares[process][place] for place, process in places]
+        return [shares[i % count][i // count] for i in range(len(lines))]

@@ -98,10 +98,6 @@ class Checkpoints:
         """Return the steps that have a complete checkpoint, oldest first."""
         return retry(self.folder, lambda: complete_steps(self.folder))
 
-    def folders(self) -> list[AnyPath]:
-        """Return the folders of complete checkpoints, newest first."""
-        return [self.folder / checkpoint_name(step) for step in reversed(self.steps())]
-
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
         """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
         path = self.folder / checkpoint_name(step)
@@ -152,9 +148,9 @@ class Checkpoints:
 
     def _delete_old(self, best_step: int | None) -> None:
         self._workdir.check_token()
-        folders = self.folders()
-        for old in {*folders} - kept(folders, best_step, self._config.training):
-            delete_checkpoint(old)
+        steps = self.steps()[::-1]
+        for old in {*steps} - kept(self.folder, steps, best_step, self._config.training):
+            delete_checkpoint(self.folder / checkpoint_name(old))
         if is_model(self._model):  # the run had finished, and continues
             delete_checkpoint(self._model)
 

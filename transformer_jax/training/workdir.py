@@ -250,8 +250,8 @@ def _delete_leftovers(workdir: Workdir, newest: int | None, token: str) -> None:
     ``token`` is the previous run's. Work directories can share a ``corpus`` folder, so unfinished
     corpora of other runs are kept.
     """
-    for path in (workdir.folder / "corpus").glob(f"{TEMPORARY}*"):
-        if token and path.name.startswith(TEMPORARY + token):
+    if token:
+        for path in (workdir.folder / "corpus").glob(f"{TEMPORARY}{token}*"):
             remove_folder(path)
     checkpoints = workdir.checkpoints
     kept = [step for step in complete_steps(checkpoints) if step <= (newest or 0)]
