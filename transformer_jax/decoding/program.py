@@ -177,9 +177,9 @@ def decode(argv: Sequence[str]) -> None:
     references, sizes = None, list[int]()
     source = files.input or "/dev/stdin"
     if asked.reference is not None:
-        from transformer_jax.evaluation import check_bleu, evaluate  # sacreBLEU is slow to import
+        from transformer_jax.evaluation import bleu_metric, evaluate  # sacreBLEU is slow to import
 
-        check_bleu(tokenize)  # fail before hours of work
+        bleu_metric(tokenize)  # fail before hours of work
         references = list(islice(read_lines(asked.reference), start, None, step))
     answers = _load(arguments)
     sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers

@@ -78,15 +78,15 @@ def load_parameters(path: str | Path) -> tuple[Config, Any, Tokenizer]:
     elif steps := complete_steps(saved / "checkpoints"):
         saved = saved / "checkpoints" / checkpoint_name(steps[-1])
         note = "no model/ (training has not finished, or an earlier version ended it), so "
-    if not (is_checkpoint(saved) or is_model(saved)):
+    resumable = is_checkpoint(saved)
+    if not (resumable or is_model(saved)):
         raise UserError(
             f"{str(path)!r} has no checkpoint; expected a work directory written by train.py "
             "--workdir, one of the folders in its checkpoints/, or a model folder."
         )
     parameters, config = saved_parameters(saved), config_of(saved)
-    alone = is_checkpoint(saved)
-    tokenizer = load_tokenizer(workdir if alone else saved, saved)
-    steps = [int(saved.name)] if alone else read_manifest(saved)["steps"]
+    tokenizer = load_tokenizer(workdir if resumable else saved, saved)
+    steps = [int(saved.name)] if resumable else read_manifest(saved)["steps"]
     log.info("%s: %s%s.", path, note, described(steps))
     decoding = load_config_file(workdir / "config.json").decoding
     return dataclasses.replace(config, decoding=decoding), parameters, tokenizer

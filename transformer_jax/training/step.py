@@ -82,18 +82,6 @@ class StepConfig(NamedTuple):
     label_smoothing: float
     r_drop: float
 
-    @classmethod
-    def of(cls, config: Config) -> StepConfig:
-        """Select the settings that compiled functions depend on."""
-        training = config.training
-        return cls(
-            model=config.model,
-            optimizer=config.optimizer,
-            steps=training.steps if config.optimizer.decay in ("linear", "cosine") else 0,
-            label_smoothing=training.label_smoothing,
-            r_drop=training.r_drop,
-        )
-
 
 class StepFunctions(NamedTuple):
     """Compiled functions of a run and the shardings that they expect."""
@@ -110,7 +98,10 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 
     Runs in one process share compiled functions if their ``StepConfig`` and mesh are equal.
     """
-    functions = shared_functions(StepConfig.of(config), mesh)
+    training, optimizer = config.training, config.optimizer
+    steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
+    rest = training.label_smoothing, training.r_drop
+    functions = shared_functions(StepConfig(config.model, optimizer, steps, *rest), mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
 
 
