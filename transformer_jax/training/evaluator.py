@@ -102,8 +102,7 @@ class Evaluator:
         return figures, scores
 
     def _placed(self, parameters: Any) -> Parameters:
-        abstract = self._run.functions.abstract_state.parameters
-        return to_global_arrays(parameters, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        return to_global_arrays(parameters, self._run.functions.abstract_state.parameters)
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
         rows = batch_sharding(self._run.mesh)

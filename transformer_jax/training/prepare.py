@@ -263,8 +263,8 @@ def check_inputs(
     texts = {name: ParallelText(each, data.root) for name, each in given.items() if each.is_given}
     bleu_metric(training.bleu_tokenize)
     pairs = {name: list(text.pairs()) for name, text in texts.items() if name != "train"}
-    for name in pairs:
-        if not pairs[name]:
+    for name, found in pairs.items():
+        if not found:
             raise UserError(
                 f"data.{name} has no pairs. Check its files, or set data.{name}.kind to none."
             )
@@ -306,8 +306,7 @@ def _initial_state(functions: StepFunctions, start: Start | None) -> TrainState:
     if start is None:
         return state
     abstract: Parameters = functions.abstract_state.parameters
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    parameters = to_global_arrays(jax.tree.map(_grown, start[0], abstract), shardings)
+    parameters = to_global_arrays(jax.tree.map(_grown, start[0], abstract), abstract)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
     return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
 

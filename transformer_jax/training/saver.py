@@ -16,11 +16,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from transformer_jax.devices.distributed import (
-    broadcast_from_first,
-    is_first,
-    raise_on_any_process,
-)
+from transformer_jax.devices.distributed import broadcast_from_first, is_first
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.saved_models.averaging import kept
 from transformer_jax.saved_models.checkpoint import (
@@ -107,9 +103,8 @@ class Checkpoints:
 
     def write_model(self, parameters: Any, steps: Sequence[int]) -> None:
         """Write the finished model, the average of these steps' checkpoints."""
-        with raise_on_any_process():
-            if is_first():
-                write_model(self._model, self._config, parameters, self._tokenizer, steps)
+        model = self._model, self._config, parameters, self._tokenizer, steps
+        broadcast_from_first(lambda: write_model(*model))
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""

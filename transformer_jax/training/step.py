@@ -110,9 +110,10 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     """Create the functions shared by all runs with these settings. ``init`` takes the seed."""
     graph = abstract_model(config.model).graph
     optimizer = make_optimizer(config.optimizer, config.model.d_model, config.steps)
-    init = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
-    shapes = jax.eval_shape(init, np.uint32(0))
-    shardings = state_shardings(shapes, mesh)
+    initial = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
+    seed = np.uint32(0)
+    shardings = state_shardings(jax.eval_shape(initial, seed), mesh)
+    init = jax.jit(initial, out_shardings=shardings)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
     inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
 
@@ -121,7 +122,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
         return loss_and_sums(parameters, batch, None, **inputs)[1]
 
     return StepFunctions(
-        init=jax.jit(init, out_shardings=shardings),
+        init=init,
         train_step=_checking_rows(
             jax.jit(
                 partial(train_step, optimizer=optimizer, **inputs),
@@ -141,11 +142,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
             ),
             mesh,
         ),
-        abstract_state=jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            shapes,
-            shardings,
-        ),
+        abstract_state=init.eval_shape(seed),
         graph=graph,
     )
 
@@ -295,7 +292,7 @@ def accumulated_gradients(
         return jax.tree.map(jnp.add, total, gradient(parameters, microbatch, key)), None
 
     zeros_like = partial(jnp.zeros_like, dtype=jnp.float32)
-    zeros = jax.tree.map(zeros_like, parameters), LossSums(*[jnp.zeros((), jnp.float32)] * 4)
+    zeros = jax.tree.map(zeros_like, parameters), LossSums(*np.zeros(4, np.float32))
     return jax.lax.scan(add, zeros, (jnp.arange(microbatches), split))[0]
 
 
