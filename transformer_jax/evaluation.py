@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def bleu_metric(tokenize: str) -> BLEU:
         return BLEU(tokenize=tokenize, force=tokenize == "none")
     # unknown tokenizer, missing package, or failed download
     except (KeyError, ImportError, RuntimeError, OSError) as error:
-        reason, known = " ".join(str(error).split()), ", ".join(BLEU.TOKENIZERS)
+        known = ", ".join(BLEU.TOKENIZERS)
         raise UserError(
-            f"BLEU tokenizer {tokenize!r} cannot be used ({reason}); sacreBLEU supports {known}."
+            f"BLEU tokenizer {tokenize!r} cannot be used ({one_line(error)}); sacreBLEU supports "
+            f"{known}."
         ) from None

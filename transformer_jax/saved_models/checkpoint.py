@@ -125,9 +125,7 @@ def write_manifest(
         "files": {name: _checksum(folder / name) for name in files_in(folder)},
     }
     content = {"checksum": zlib.crc32(json.dumps(content).encode()), **content}
-    path = folder / MANIFEST
-    text = json.dumps(content, indent=1)
-    write_atomically(path, text) if isinstance(path, Path) else path.write_text(text)
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=1))
 
 
 def read_manifest(folder: AnyPath) -> dict[str, Any]:
