@@ -26,6 +26,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file
 
+from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_model
 from transformer_jax.settings.config import Config
@@ -88,15 +89,10 @@ def saved_parameters(folder: AnyPath) -> Any:
     abstract = abstract_model(config.model).parameters
     if not is_checkpoint(folder):
         tensors = load_file(str(folder / PARAMETERS))
-        return jax.tree.map_with_path(lambda path, _: tensors[tensor_name(path)], abstract)
+        return jax.tree.map_with_path(lambda path, _: tensors[parameter_name(path)], abstract)
     part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
     return ocp.load_checkpointables(str(folder / "state"), {part: wanted})[part]
-
-
-def tensor_name(path: Any) -> str:
-    """Return the name of a parameter in a model's safetensors file."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def load_tokenizer(folder: Path, saved: AnyPath) -> Tokenizer:

@@ -23,6 +23,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save
 
+from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.saved_models.averaging import described
@@ -35,7 +36,6 @@ from transformer_jax.saved_models.checkpoint import (
     load_tokenizer,
     read_manifest,
     saved_parameters,
-    tensor_name,
     write_manifest,
 )
 from transformer_jax.saved_models.remote_workdir import local_workdir
@@ -131,7 +131,7 @@ def write_model(
     remove_folder(temporary)  # left by a killed process
     try:
         tokenizer.save(temporary)
-        tensors = {tensor_name(path): np.asarray(leaf) for path, leaf in leaves}
+        tensors = {parameter_name(path): np.asarray(leaf) for path, leaf in leaves}
         write_atomically(temporary / PARAMETERS, save(tensors))
         write_atomically(temporary / "config.json", to_json(config))
         write_manifest(temporary, config, tokenizer, {"steps": steps})

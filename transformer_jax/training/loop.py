@@ -210,10 +210,10 @@ class _Loop:
             end = f"{stopped_by}: saved at step {self._step}. Run the same command again to resume."
         else:
             self._now("choosing the checkpoints to average")
-            summary["averaged_steps"], parameters = self._evaluator.choose()
+            steps, parameters = self._evaluator.choose()
+            summary["averaged_steps"], model = steps, described(steps)
             self._now("writing the model")
-            run.checkpoints.write_model(parameters, summary["averaged_steps"])
-            model = described(summary["averaged_steps"])
+            run.checkpoints.write_model(parameters, steps)
             if "test" in run.pairs:
                 self._now("evaluating on the test set")
                 summary["test"], scores = self._evaluator.test(parameters)

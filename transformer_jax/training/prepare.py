@@ -125,7 +125,6 @@ def prepare(
         # If other processes are gone, a save in progress would never end.
         stack.push(lambda _, error, __: None if lost_contact(error) else run.checkpoints.wait())
         yield run
-        run.checkpoints.wait()
         if is_first():  # push summary.json
             retry(run_dir.store, run_dir.push_files)
             run_dir.push_checkpoints()
@@ -202,8 +201,9 @@ def open_run(
         )
         config = dataclasses.replace(config, model=model)
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
-    started = start and _checksum(start[0])
-    check_agreement({"tokenizer": tokenizer.fingerprint, "training.start_from": started})
+    leaves = jax.tree.leaves(start and start[0])
+    checksum = functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), leaves, 0)
+    check_agreement({"tokenizer": tokenizer.fingerprint, "training.start_from": checksum})
     with raise_on_any_process():
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(run_dir, config, tokenizer)
@@ -325,11 +325,6 @@ def _start_model(name: str, model: ModelConfig) -> Start:
             f"Use --config {name}. {fields_that_differ(fixed)}"
         )
     return start[0], start[1]
-
-
-def _checksum(parameters: Any) -> int:
-    """Return one number that differs for other parameters."""
-    return functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), jax.tree.leaves(parameters), 0)
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
