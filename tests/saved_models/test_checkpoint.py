@@ -496,3 +496,24 @@ def test_training_does_not_modify_an_imported_model(
     with pytest.raises(UserError, match=message), claim:
         pass
     assert load_model(tmp_path / "imported")[0] == config
+
+
+def test_intervals_are_read_once_and_a_single_candidate_needs_no_dev_loss(
+    checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(checkpoints, run, 1, 2)
+    read, config_of = [], averaging.config_of
+
+    def counted(folder: Path) -> Config:
+        read.append(folder.name)
+        return config_of(folder)
+
+    monkeypatch.setattr(averaging, "config_of", counted)
+    training = TrainingConfig(keep_checkpoints=2, average=1)
+    steps = [2, 1]
+    assert averaging.kept(checkpoints.folder, steps, 1, training) == {1, 2}
+    assert read == ["00000002", "00000001"]
+    chosen, _ = averaging.choose(
+        checkpoints.folder, steps, 2, training, stopped_early=True, dev_loss=lambda _: 1 / 0
+    )
+    assert chosen == [2]

@@ -195,20 +195,12 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
         shutil.copyfileobj(file, copy, 1 << 22)
 
 
-def copy_folder(
-    source: AnyPath,
-    target: AnyPath,
-    skipped: tuple[str, ...] = (),
-    *,
-    check: Callable[[], None] = lambda: None,
-) -> None:
+def copy_folder(source: AnyPath, target: AnyPath, skipped: tuple[str, ...] = ()) -> None:
     """Copy a folder, except files with ``skipped`` prefixes.
 
-    Its manifest, which marks it as complete, is copied last, after ``check``.
+    Its manifest, which marks it as complete, is copied last.
     """
     for name in sorted(files_in(source), key=lambda name: name == MANIFEST):
-        if name == MANIFEST:
-            check()
         if not name.startswith(skipped):
             copy_file(source / name, target / name)
 
