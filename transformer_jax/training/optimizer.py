@@ -29,15 +29,15 @@ def learning_rate_schedule(
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         step = jnp.asarray(count, jnp.float32) + 1
+        after = jnp.maximum(step - config.warmup_steps, 0)
         # fraction of the decay; the rate of the last step is still above 0
-        length = max(1, (steps or 0) + 1 - config.warmup_steps)
-        share = jnp.clip((step - config.warmup_steps) / length, 0, 1)
+        share = after / (steps + 1 - config.warmup_steps) if steps else after
         factor = {
-            "inverse_sqrt": jnp.sqrt(config.warmup_steps / step),
-            "constant": jnp.ones_like(step),
-            "linear": 1 - share,
-            "cosine": (1 + jnp.cos(jnp.pi * share)) / 2,
-        }[config.decay]
+            "inverse_sqrt": lambda: jnp.sqrt(config.warmup_steps / step),
+            "constant": lambda: jnp.ones_like(step),
+            "linear": lambda: jnp.maximum(1 - share, 0),
+            "cosine": lambda: (1 + jnp.cos(jnp.pi * jnp.minimum(share, 1))) / 2,
+        }[config.decay]()
         return peak * jnp.where(step < config.warmup_steps, step / config.warmup_steps, factor)
 
     return schedule
