@@ -60,7 +60,6 @@ TRUNK = [
     "decoding.beam_search",
     "decoding.sampling",
     "decoding.continuous_batching",
-    "decoding.sentences",
     "decoding.length_buckets",
     "decoding.ensemble",
     "decoding.devices",

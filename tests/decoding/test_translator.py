@@ -20,8 +20,8 @@ from transformer_jax.decoding import trained_models
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_buckets
 from transformer_jax.decoding.records import Request
+from transformer_jax.decoding.search import Hypothesis
 from transformer_jax.decoding.segments import joint
-from transformer_jax.decoding.sentences import Hypothesis
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
