@@ -67,7 +67,6 @@ TRUNK = [
     "decoding.segments",
     "decoding.alignment",
     "decoding.records",
-    "decoding.trained_models",
     "decoding.translator",
     "decoding.scoring",
     "decoding.output_file",

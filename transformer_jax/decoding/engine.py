@@ -294,7 +294,7 @@ class Engine:
         results = jax.device_get(found.results) if place_of else found.results
         hypotheses = dict[int, list[Hypothesis]]()
         for number, place in place_of.items():
-            slots = zip(*(x[place].tolist() for x in results), strict=True)
+            slots = zip(*(x[place].tolist() for x in results))
             hypotheses[number] = [
                 Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
                 for tokens, score, log_prob, length, token_log_probs in slots

@@ -218,8 +218,8 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     first, or with its scored target.
     """
     from transformer_jax.decoding.devices import devices_for_rows
+    from transformer_jax.decoding.ensemble import load_models
     from transformer_jax.decoding.scoring import Scorer
-    from transformer_jax.decoding.trained_models import load_models
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
 

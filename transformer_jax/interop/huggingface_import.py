@@ -134,7 +134,7 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
     rows = {token: ids.get(token, -1) for token in (*special, _UNK)}
     if -1 in rows.values() or len(rows) != (3 if start == pad else 4):
         raise UserError(
-            f"Special tokens in {str(file.parent)!r} are {dict(zip(names, special, strict=True))}; "
+            f"Special tokens in {str(file.parent)!r} are {dict(zip(names, special))}; "
             f"expected distinct tokens from vocab.json, other than {_UNK!r}. decoder_start may "
             "equal pad."
         )

@@ -52,7 +52,7 @@ def from_library(tensors: Weights, like: Weights, library: Library) -> Weights:
     """Convert weights of ``library`` to plain weights with the names of ``like``."""
     weights = {}
     for theirs, ours in _names(like, library).items():
-        for name, share in zip(ours, np.split(tensors[theirs], len(ours)), strict=True):
+        for name, share in zip(ours, np.split(tensors[theirs], len(ours))):
             weights[name] = _transposed(name, share)
     return weights
 

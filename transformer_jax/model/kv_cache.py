@@ -100,7 +100,7 @@ class DecoderCache:
         batch, beam_size, _ = self.ancestors_BWT.shape
         visible_BWTW = self.ancestors_BWT[..., None] == jnp.arange(beam_size)[None, None, None]
         visible_B1WL = visible_BWTW.reshape(batch, 1, beam_size, -1)
-        layers = zip(self.history, self.source, strict=True)
+        layers = zip(self.history, self.source)
         return [LayerAttention(self, visible_B1WL, *each) for each in layers]
 
     def written(self, blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
@@ -231,7 +231,7 @@ def empty_cache(
         return jnp.split(slots_BHLK, [n * beam_size for n in layout.history_ends if n < T], axis=2)
 
     def blocks(of: Callable[[jax.Array], list[jax.Array]]) -> tuple[tuple[Block, ...], ...]:
-        layers = [zip(*map(of, layer), strict=True) for layer in cross]
+        layers = [zip(*map(of, layer)) for layer in cross]
         return tuple(
             tuple((jnp.einsum(f"BHLK->{layout.key_axes}", k), v) for k, v in layer)
             for layer in layers
