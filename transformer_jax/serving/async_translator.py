@@ -236,7 +236,7 @@ class Workers:
         """Run one device's thread: turns of its searches, one per bucket, until ``stop``."""
         try:
             while self._wait_for_work(searches):
-                alike = zip(searches, zip(*self._searches), self._waiting.values(), strict=True)
+                alike = zip(searches, zip(*self._searches), self._waiting.values())
                 work = [each for each in alike if each[2] or each[0].running]
                 for rows, on_devices, waiting in work:
                     # As few rows as hold this device's share of the sentences.
