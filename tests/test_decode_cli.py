@@ -21,7 +21,7 @@ from flax import nnx
 from random_models import write_run
 
 from transformer_jax.decoding import __main__ as program
-from transformer_jax.decoding import trained_models
+from transformer_jax.decoding import ensemble
 from transformer_jax.decoding.program import checked_flags
 from transformer_jax.decoding.records import Results
 from transformer_jax.decoding.translator import Translator
@@ -68,7 +68,7 @@ def workdir(tmp_path_factory):
 def _built_once():
     """Load models once for equal flags."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained_models, "load_models", functools.cache(trained_models.load_models))
+        patch.setattr(ensemble, "load_models", functools.cache(ensemble.load_models))
         yield
 
 

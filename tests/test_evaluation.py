@@ -6,7 +6,7 @@ import pytest
 import sacrebleu
 
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import bleu, check_bleu, chrf, evaluate
+from transformer_jax.evaluation import bleu, bleu_metric, chrf, evaluate
 
 HYPOTHESES = ["The cat sat on the mat.", "Two dogs run, fast!", "It is raining today ."]
 REFERENCES = ["The cat sat on a mat.", "Two dogs run fast!", "It's raining today."]
@@ -58,5 +58,5 @@ def test_unknown_tokenizers():
     with pytest.raises(UserError, match=r"'13b' cannot be used .* sacreBLEU supports .*13a"):
         bleu(HYPOTHESES, REFERENCES, tokenize="13b")
     with pytest.raises(UserError, match=r"'13b' cannot be used"):
-        check_bleu("13b")
-    check_bleu("none")
+        bleu_metric("13b")
+    bleu_metric("none")

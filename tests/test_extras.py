@@ -19,8 +19,8 @@ USES = {  # code that needs the packages of an extra
     "tfds": "from transformer_jax.data.sources import read_pairs\n"
     "[*read_pairs(transformer_jax.PairsConfig('tfds', ('x',), (), 'a', 'b'))]",
     "paper": "import runpy; runpy.run_path('examples/paper_bleu.py')['moses']('de')",
-    "report": "from transformer_jax.report.__main__ import _run\n"
-    "_run(['--workdir', '.', '--output', 'report.html'])",
+    "report": "from transformer_jax.report.__main__ import Arguments, _run\n"
+    "_run(Arguments(('.',), 'report.html'))",
     "interop": "from transformer_jax.interop.ctranslate2 import _spec; _spec(None)",
     "gcs": "from transformer_jax.storage.files import to_path; to_path('gs://bucket/run')",
     "s3": "from transformer_jax.storage.files import to_path; to_path('s3://bucket/run')",

@@ -14,8 +14,13 @@ from .decoding.length_buckets import Bucket
 from .decoding.records import Request, Translation
 from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
-from .decoding.search import SearchResult, gather_beams, search
-from .decoding.sentences import Hypothesis, Sentence
+from .decoding.search import (
+    Hypothesis,
+    SearchResult,
+    Sentence,
+    gather_beams,
+    search,
+)
 from .decoding.translator import Translator
 from .devices.sharding import batch_sharding, make_mesh, state_shardings
 from .errors import UserError

@@ -53,11 +53,11 @@ def run_program(work: Callable[[], int | None]) -> int:
             status = 141
         else:
             file = "" if error.filename is None else f"{short_repr(error.filename)}: "
-            advice = (
-                "check the path, its permissions, free disk space, limits (ulimit -a), and the "
-                "network"
+            print(
+                f"error: {file}{error.strerror or error}; check the path, its permissions, free "
+                "disk space, limits (ulimit -a), and the network.",
+                file=sys.stderr,
             )
-            print(f"error: {file}{error.strerror or error}; {advice}.", file=sys.stderr)
             status = 2
     except KeyboardInterrupt:
         status = 130

@@ -12,14 +12,13 @@ class UserError(ValueError):
     """
 
 
-def short_repr(value: object, *, limit: int = 120) -> str:
+def short_repr(value: object) -> str:
     """Return ``repr(value)`` for a message, with the middle cut out if it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python cannot print integers with more than 4,300 digits
         return "a number too long to print"
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+    return text if len(text) <= 120 else f"{text[:60]}...{text[-60:]}"
 
 
 def one_line(error: Exception) -> str:

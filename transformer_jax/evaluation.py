@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
         UserError: different numbers of lines, nothing to score, or a tokenizer that is unknown to
           sacreBLEU or whose package is not installed.
     """
-    return _corpus_score(_bleu_metric(tokenize), hypotheses, references)
+    return _corpus_score(bleu_metric(tokenize), hypotheses, references)
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
@@ -72,11 +72,6 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
         UserError: different numbers of lines, or nothing to score.
     """
     return _corpus_score(CHRF(), hypotheses, references)
-
-
-def check_bleu(tokenize: str) -> None:
-    """Raise ``UserError`` if BLEU cannot use this tokenizer. Call this before a long run."""
-    _bleu_metric(tokenize)
 
 
 def _corpus_score(
@@ -92,12 +87,14 @@ def _corpus_score(
     return Score(result.name, result.score, str(metric.get_signature()), " ".join(details))
 
 
-def _bleu_metric(tokenize: str) -> BLEU:
+def bleu_metric(tokenize: str) -> BLEU:
+    """Return sacreBLEU's metric. Raises ``UserError`` if it cannot use this tokenizer."""
     try:
         return BLEU(tokenize=tokenize, force=tokenize == "none")
     # unknown tokenizer, missing package, or failed download
     except (KeyError, ImportError, RuntimeError, OSError) as error:
-        reason, known = " ".join(str(error).split()), ", ".join(BLEU.TOKENIZERS)
+        known = ", ".join(BLEU.TOKENIZERS)
         raise UserError(
-            f"BLEU tokenizer {tokenize!r} cannot be used ({reason}); sacreBLEU supports {known}."
+            f"BLEU tokenizer {tokenize!r} cannot be used ({one_line(error)}); sacreBLEU supports "
+            f"{known}."
         ) from None

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.engine import Engine
-from transformer_jax.decoding.sentences import Hypothesis, Sentence
+from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.translator import Translator
 
 

@@ -17,7 +17,7 @@ from benchmarks.compile_for import lowered_search
 from transformer_jax.decoding import scoring
 from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble
-from transformer_jax.decoding.sentences import Sentence
+from transformer_jax.decoding.search import Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig, ModelConfig

@@ -16,12 +16,12 @@ from flax import nnx
 from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 from reference_search import Rules, reference_search
 
-from transformer_jax.decoding import trained_models
+from transformer_jax.decoding import ensemble
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_buckets
 from transformer_jax.decoding.records import Request
+from transformer_jax.decoding.search import Hypothesis
 from transformer_jax.decoding.segments import joint
-from transformer_jax.decoding.sentences import Hypothesis
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
@@ -300,11 +300,11 @@ def test_longer_sources_have_fewer_rows(monkeypatch):
 def test_an_ensemble_has_the_settings_of_its_first_run(model, tokenizer, monkeypatch):
     runs = {name: DecodingConfig(beam_size=size) for name, size in (("first", 2), ("second", 7))}
     monkeypatch.setattr(
-        trained_models,
+        ensemble,
         "load_model",
         lambda name: (SimpleNamespace(decoding=runs[name]), model, tokenizer),
     )
-    both, _, config = trained_models.load_models(["first", "second"], min_length=3)
+    both, _, config = ensemble.load_models(["first", "second"], min_length=3)
     assert len(both.models) == 2 and (config.beam_size, config.min_length) == (2, 3)
 
 

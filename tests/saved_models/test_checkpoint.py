@@ -93,10 +93,11 @@ def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress:
 
 def _chosen(checkpoints: Checkpoints, step: int, training: TrainingConfig) -> list[int]:
     """The steps averaged at the end of a run without a dev set."""
-    folders = checkpoints.folders()
-    early = bool(training.patience)
-    chosen, _ = averaging.choose(folders, step, training, stopped_early=early, dev_loss=None)
-    return [int(path.name) for path in chosen]
+    steps, early = checkpoints.steps()[::-1], bool(training.patience)
+    chosen, _ = averaging.choose(
+        checkpoints.folder, steps, step, training, stopped_early=early, dev_loss=None
+    )
+    return chosen
 
 
 def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunctions) -> None:
@@ -151,14 +152,14 @@ def test_the_number_of_averaged_checkpoints_with_the_lowest_dev_loss(
     """NaN is the worst. A fixed number is compared with the others."""
     caplog.set_level("INFO", logger="transformer_jax")
     _save(checkpoints, run, 1, 2)
-    folders = [*checkpoints.folders(), checkpoints.folders()[-1]]  # three, because two are kept
+    folder, steps = checkpoints.folder, [2, 1, 1]  # three, because two are kept
     training = TrainingConfig(keep_checkpoints=3, average=average, checkpoint_every=1)
     remaining = iter(losses)
     chosen, model = averaging.choose(
-        folders, None, training, stopped_early=False, dev_loss=lambda _: next(remaining)
+        folder, steps, None, training, stopped_early=False, dev_loss=lambda _: next(remaining)
     )
     assert len(chosen) == (best if average == "auto" else 3)
-    *_, expected = averaging.load_averages(chosen)
+    *_, expected = averaging.load_averages(folder, chosen)
     chex.assert_trees_all_equal(model, expected)
     better = average == 3 and best < 3 and losses != [math.nan] * 3
     assert ("--training.average auto" in caplog.text) == better
@@ -223,7 +224,7 @@ def test_averaging_and_loading_checkpoints(
         return float(np.mean(model.target_embedding.matrix[...] - start))
 
     assert shift() == pytest.approx(20, rel=1e-5)
-    *_, average = averaging.load_averages(checkpoints.folders())
+    *_, average = averaging.load_averages(checkpoints.folder, checkpoints.steps()[::-1])
     matrix = average["target_embedding"]["matrix"]
     assert float(np.mean(matrix - start)) == pytest.approx(15, rel=1e-5)
     assert shift(checkpoints.folder / "00000010") == pytest.approx(10, rel=1e-5)
@@ -242,7 +243,7 @@ def test_each_checkpoint_is_verified_once(
         return corruption(path, **options)
 
     monkeypatch.setattr(checkpoint, "corruption", counted)
-    list(averaging.load_averages(checkpoints.folders()))
+    list(averaging.load_averages(checkpoints.folder, checkpoints.steps()[::-1]))
     assert verified == [20, 10]
 
 
@@ -282,10 +283,10 @@ def test_a_deleted_checkpoint_of_an_average_is_named(
     checkpoints: Checkpoints, run: StepFunctions
 ) -> None:
     _save(checkpoints, run, 1, 2)
-    folders = checkpoints.folders()
-    shutil.rmtree(folders[1])
+    steps = checkpoints.steps()[::-1]
+    shutil.rmtree(checkpoints.folder / f"{steps[1]:08d}")
     with pytest.raises(UserError, match=r"00000001 is corrupt: manifest.json is missing or has"):
-        list(averaging.load_averages(folders))
+        list(averaging.load_averages(checkpoints.folder, steps))
 
 
 def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
@@ -297,7 +298,7 @@ def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
         for file in (checkpoints.folder / f"{step:08d}" / "state").rglob("_METADATA"):
             file.write_text("{}")
         with pytest.raises(UserError, match=f"Checkpoint .*{step:08d} is corrupt: state/"):
-            list(averaging.load_averages(checkpoints.folders()[-step:]))
+            list(averaging.load_averages(checkpoints.folder, checkpoints.steps()[:step][::-1]))
     for _ in range(2):  # the second attempt fails, too
         with (
             pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"),
@@ -438,10 +439,10 @@ def test_an_average_skips_irregular_checkpoints_before_its_last_one(
     for step in (10, 25, 30, 40):
         _save(checkpoints, run, step, best_step=min(step, 25))
     assert checkpoints.steps() == [10, 25, 30, 40]
-    folders = [checkpoints.folder / f"{step:08d}" for step in (40, 30, 25, 10)]
+    steps, folder = [40, 30, 25, 10], checkpoints.folder
     for chosen, most, expected in ((0, 3, [40, 30, 10]), (1, 2, [30, 10]), (2, 2, [25, 10])):
-        average = averaging.up_to(folders[chosen], folders, most)
-        assert [int(path.name) for path in average] == expected
+        training = dataclasses.replace(config.training, average=most)
+        assert averaging._candidates(folder, steps, steps[chosen], training)[1][-1] == expected
 
 
 def test_a_tokenizer_of_another_run_is_an_error(
@@ -495,3 +496,24 @@ def test_training_does_not_modify_an_imported_model(
     with pytest.raises(UserError, match=message), claim:
         pass
     assert load_model(tmp_path / "imported")[0] == config
+
+
+def test_intervals_are_read_once_and_a_single_candidate_needs_no_dev_loss(
+    checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(checkpoints, run, 1, 2)
+    read, config_of = [], averaging.config_of
+
+    def counted(folder: Path) -> Config:
+        read.append(folder.name)
+        return config_of(folder)
+
+    monkeypatch.setattr(averaging, "config_of", counted)
+    training = TrainingConfig(keep_checkpoints=2, average=1)
+    steps = [2, 1]
+    assert averaging.kept(checkpoints.folder, steps, 1, training) == {1, 2}
+    assert read == ["00000002", "00000001"]
+    chosen, _ = averaging.choose(
+        checkpoints.folder, steps, 2, training, stopped_early=True, dev_loss=lambda _: 1 / 0
+    )
+    assert chosen == [2]

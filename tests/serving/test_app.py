@@ -17,7 +17,7 @@ import pytest
 from servers import LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.decoding.records import Request
-from transformer_jax.decoding.sentences import Sentence
+from transformer_jax.decoding.search import Sentence
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.async_translator import LiveRows
 from transformer_jax.serving.flags import Pair

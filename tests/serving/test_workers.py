@@ -13,7 +13,7 @@ from random_models import make_model
 
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.decoding.ensemble import Ensemble
-from transformer_jax.decoding.sentences import Sentence
+from transformer_jax.decoding.search import Sentence
 from transformer_jax.serving.async_translator import Entry, LiveRows
 from transformer_jax.settings.config import DecodingConfig
 

@@ -121,13 +121,13 @@ def test_a_failure_for_one_shape_is_raised_for_every_shape() -> None:
 def test_an_error_for_a_shape_that_exceeds_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "memory_limit", lambda devices: 200_000)
+    monkeypatch.setattr(compiling, "memory_limit", lambda device: 200_000)
     with pytest.raises(UserError) as error:
         train(tiny(steps=3), tmp_path, devices=ONE)
     assert "training step of 72 rows of 14 + 12 tokens needs 0.0 GB" in str(error.value)
     assert "optimizer.accumulate_steps" in str(error.value)
     assert not entries(tmp_path, "train")
-    monkeypatch.setattr(compiling, "memory_limit", lambda devices: 10**9)
+    monkeypatch.setattr(compiling, "memory_limit", lambda device: 10**9)
     train(no_evaluation(tiny(steps=1)), tmp_path, devices=ONE)  # the folder is unlocked again
 
 
@@ -143,7 +143,7 @@ def test_the_estimate_includes_the_copy_for_saving(
     limit: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A donated vector has 4,000 bytes, the state 500."""
-    monkeypatch.setattr(compiling, "memory_limit", lambda devices: limit)
+    monkeypatch.setattr(compiling, "memory_limit", lambda device: limit)
     refused = pytest.raises(UserError, match="training step of 8 rows of 1000 . 1 tokens needs 0.0")
     with closing(CompileAhead(fake_run((8, 1000, 1)))) as ahead, nullcontext() if fits else refused:
         ahead.wait((8, 1000, 1), lambda state: None)
@@ -152,9 +152,9 @@ def test_the_estimate_includes_the_copy_for_saving(
 def test_out_of_memory_during_autotuning_postpones_compilation(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: None)
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
     run = fake_run((8, 2, 3), lower=failing("RESOURCE_EXHAUSTED: Out of memory"))
-    run.mesh = SimpleNamespace(devices=np.array([gpu]))
+    run.mesh = SimpleNamespace(local_devices=[gpu], size=1)
     monkeypatch.setattr(compiling, "batch_sharding", lambda mesh: None)
     with closing(CompileAhead(run)) as ahead:
         assert ahead.wait((8, 2, 3), lambda state: None) is run.functions.train_step

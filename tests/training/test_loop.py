@@ -186,7 +186,8 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
 def bare_evaluator(config: Config, **fields: Any) -> Evaluator:
     """An evaluator of a run that has only these fields."""
     evaluator = object.__new__(Evaluator)
-    vars(evaluator).update(_run=SimpleNamespace(config=config, **fields))
+    run: Any = SimpleNamespace(**fields)
+    vars(evaluator).update(_run=run, _training=config.training)
     return evaluator
 
 
@@ -218,11 +219,12 @@ def test_translations_are_scored_against_their_own_references(
 
 def test_dev_sentences_may_be_longer_than_a_microbatch_allows() -> None:
     config = changed(tiny(), batch={"tokens": 256}, optimizer={"accumulate_steps": 4})
-    evaluator = bare_evaluator(config)
     rows = config.batch.row_multiple
     for length, shape in ((3, (16, 4, 4)), (23, (rows, 24, 24))):  # with EOS
         corpus = Corpus.from_lists([[4] * length] * 16, [[4] * length] * 16)
-        assert evaluator._plan(corpus).shapes == (shape,)
+        run: Any = SimpleNamespace(config=config, corpora={"dev": corpus}, pairs={})
+        dev = Evaluator(run)._dev
+        assert dev is not None and dev.shapes == (shape,)
 
 
 def test_two_runs_cannot_share_a_work_directory(tmp_path: Path) -> None:

@@ -91,8 +91,7 @@ class BatchPlan:
     def shape(self, step: int) -> tuple[int, int, int]:
         """Return the shape (B, S, T) of a step's batch."""
         epoch, at = divmod(int(step), self.steps_per_epoch)
-        bucket, _ = self._epoch(epoch)[at]
-        return self.shapes[bucket]
+        return self._epoch(epoch)[at][0]
 
     def first_uses(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return the shapes of steps ``start`` to ``stop`` - 1, in order of first use."""
@@ -102,8 +101,7 @@ class BatchPlan:
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Return the batch of a step (counted from 0), or only its ``rows``, as NumPy arrays."""
         epoch, at = divmod(int(step), self.steps_per_epoch)
-        bucket, row_B = self._epoch(epoch)[at]
-        _, S, T = self.shapes[bucket]
+        (_, S, T), row_B = self._epoch(epoch)[at]
         pairs, starts = self._rows
         row = row_B[rows]
         pairs_per_row = starts[row + 1] - starts[row]
@@ -114,13 +112,13 @@ class BatchPlan:
         )
         return Batch(source, target, *([source_segments, target_segments] if self.packed else []))
 
-    def _shuffle(self, epoch: int) -> list[tuple[int, np.ndarray]]:
-        """Return the bucket and rows of each batch in an epoch, in order."""
-        batches: list[tuple[int, np.ndarray]] = []
-        for bucket, rows_kB in enumerate(self._buckets):
+    def _shuffle(self, epoch: int) -> list[tuple[tuple[int, int, int], np.ndarray]]:
+        """Return the shape and rows of each batch in an epoch, in order."""
+        batches = []
+        for bucket, (shape, rows_kB) in enumerate(zip(self.shapes, self._buckets)):
             order = permutation(rows_kB.size, self._seed, _OF_ROWS, epoch, bucket)
             shuffled_kB = rows_kB.reshape(-1)[order].reshape(rows_kB.shape)
-            batches += [(bucket, row_B) for row_B in shuffled_kB]
+            batches += [(shape, row_B) for row_B in shuffled_kB]
         order = permutation(len(batches), self._seed, _OF_BATCHES, epoch)
         return [batches[i] for i in order]
 

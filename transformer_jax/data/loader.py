@@ -52,15 +52,15 @@ def abstract_batch(
     return Batch(source, target, source, target) if packed else Batch(source, target)
 
 
-def to_global_arrays(arrays: Any, shardings: Any) -> Any:
+def to_global_arrays(arrays: Any, like: Any) -> Any:
     """Build global jax arrays from a tree of NumPy arrays that is the same in every process.
 
-    ``shardings`` is a tree with the same structure.
+    ``like`` is a tree of abstract arrays with the shardings.
     """
     return jax.tree.map(
-        lambda x, to: jax.make_array_from_callback(x.shape, to, lambda index: x[index]),
+        lambda x, to: jax.make_array_from_callback(x.shape, to.sharding, lambda index: x[index]),
         arrays,
-        shardings,
+        like,
     )
 
 

@@ -85,15 +85,12 @@ class TokenizeJob:
             lines = [pair[i] for pair in pairs]
             tokens = side.encode(lines, sampling=self.sampling, seed=seed)
             sides.append(flatten(tokens, self.dtypes()[i]))
-        kept_N = self._passes(pairs, np.stack([lengths for _, lengths in sides]))
+        lengths_2N = np.stack([lengths for _, lengths in sides])
+        most = self.data.max_source_length, self.data.max_target_length
+        kept_N = np.array([bool(source.strip() and target.strip()) for source, target in pairs])
+        kept_N &= (lengths_2N > 1).all(0) & np.less_equal(lengths_2N.T, most).all(1)
         sides = [(tokens[np.repeat(kept_N, lengths)], lengths[kept_N]) for tokens, lengths in sides]
         return TokenizedChunk(sides, len(pairs))
-
-    def _passes(self, pairs: Pairs, lengths_2N: np.ndarray) -> np.ndarray:
-        """Return the mask of pairs that pass the filters, bool [N]."""
-        filled_N = np.array([bool(source.strip() and target.strip()) for source, target in pairs])
-        most = self.data.max_source_length, self.data.max_target_length
-        return filled_N & (lengths_2N > 1).all(0) & np.less_equal(lengths_2N.T, most).all(1)
 
 
 def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any, NamedTuple
@@ -26,8 +27,7 @@ from transformer_jax.decoding.devices import on_device
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_block, make_buckets
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import Method, SearchResult, results
-from transformer_jax.decoding.sentences import Hypothesis, Sentence
+from transformer_jax.decoding.search import Hypothesis, Method, Sentence, results
 from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.transformer import Transformer, with_cast_weights
@@ -114,14 +114,13 @@ class _Search(NamedTuple):
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / 1e9
         said = "Compiling the search for %d sentences of up to %d tokens (KV cache: %.1f GB)."
         logger.info(said, num_rows, bucket.lengths[-1], size)
-        cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state = self.method.start(
             jnp.zeros(num_rows, jnp.int32),
             max_length=longest,
             prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
             seed_B=jnp.zeros(num_rows, jnp.uint32),
         )
-        return Rows(jnp.full(num_rows, EMPTY, jnp.int32), state, cache.cleared())
+        return Rows(jnp.full(num_rows, EMPTY, jnp.int32), state, shapes.empty_like())
 
 
 class _Compiled(NamedTuple):
@@ -263,17 +262,18 @@ class Engine:
         limits = np.int32(max_steps), np.int32(stop_after)
         return self._compiled.admit_and_decode(self._weights, rows, block, *limits, bucket=bucket)
 
-    def results(self, rows: Rows) -> Found:
+    resized = staticmethod(resized)
+
+    @staticmethod
+    @jax.jit
+    def results(rows: Rows) -> Found:
         """Return the results of the rows whose sentences are done."""
-        return _results(rows)
+        number_B = jnp.where(rows.state.done_B, rows.number_B, EMPTY)
+        return Found(number_B, results(rows.state.finished, PAD_ID))
 
     def new_rows(self, bucket: Bucket) -> Rows:
         """Create idle batch rows on the device."""
         return self._compiled.idle_rows(self._weights, bucket=bucket)
-
-    def resized(self, rows: Rows, bucket: Bucket) -> Rows:
-        """Move the running sentences to ``bucket.rows`` batch rows, which must be enough."""
-        return resized(rows, bucket.rows)
 
     def freed(self, rows: Rows, numbers: Sequence[int]) -> Rows:
         """Free the rows of the sentences with these numbers, without results."""
@@ -292,7 +292,15 @@ class Engine:
         places = enumerate(np.asarray(found.number_R).tolist())
         place_of = {number: place for place, number in places if number in numbers}
         results = jax.device_get(found.results) if place_of else found.results
-        return {number: _hypotheses(results, place) for number, place in place_of.items()}
+        hypotheses = dict[int, list[Hypothesis]]()
+        for number, place in place_of.items():
+            slots = zip(*(x[place].tolist() for x in results))
+            hypotheses[number] = [
+                Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
+                for tokens, score, log_prob, length, token_log_probs in slots
+                if length
+            ]
+        return hypotheses
 
 
 def search_together(
@@ -329,37 +337,12 @@ def search_together(
 
 
 def _method(config: DecodingConfig, suppress: tuple[int, ...]) -> Method:
-    common: dict[str, Any] = {
-        "bos_id": BOS_ID,
-        "eos_id": EOS_ID,
-        "pad_id": PAD_ID,
-        "constraints": Constraints(config.min_length, suppress, config.no_repeat_ngram),
-        "length_penalty": config.length_penalty,
-        "length_offset": config.length_offset,
-        "beam_size": config.beam_size,
-    }
-    if config.method == "beam":
-        return BeamSearch(**common)
-    return Sampling(
-        **common,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=config.seed,
+    method: type[Method] = BeamSearch if config.method == "beam" else Sampling
+    shared = vars(config).keys() & {field.name for field in fields(method)}
+    return method(
+        bos_id=BOS_ID,
+        eos_id=EOS_ID,
+        pad_id=PAD_ID,
+        constraints=Constraints(config.min_length, suppress, config.no_repeat_ngram),
+        **{name: getattr(config, name) for name in shared},
     )
-
-
-@jax.jit
-def _results(rows: Rows) -> Found:
-    number_B = jnp.where(rows.state.done_B, rows.number_B, EMPTY)
-    return Found(number_B, results(rows.state.finished, PAD_ID))
-
-
-def _hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
-    """Return the hypotheses in the filled slots of one sentence."""
-    slots = zip(*(x[place].tolist() for x in results), strict=True)
-    return [
-        Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
-        for tokens, score, log_prob, length, token_log_probs in slots
-        if length
-    ]

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from transformer_jax.decoding.continuous_batching import EMPTY
-from transformer_jax.decoding.search import NOT_FORCED
-from transformer_jax.decoding.sentences import Sentence
+from transformer_jax.decoding.search import NOT_FORCED, Sentence
 from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 
 
@@ -63,8 +62,8 @@ def make_block(
     size, capacity = bucket.block_size, bucket.lengths[-1]
     length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
     source_QS = np.full((size, length), PAD_ID, np.int32)
-    number_Q, limit_Q, seed_Q, wanted_Q = np.zeros((4, size), np.int32)
-    number_Q[:] = EMPTY
+    number_Q, seed_Q = np.full(size, EMPTY, np.int32), np.zeros(size, np.uint32)
+    limit_Q, wanted_Q = np.zeros((2, size), np.int32)
     prefix_QP = np.full((size, longest_target(capacity)), NOT_FORCED, np.int32)
     for place, (number, sentence) in enumerate(sentences.items()):
         source_length, prefix = len(sentence.tokens) + 1, sentence.prefix
@@ -72,10 +71,10 @@ def make_block(
         number_Q[place] = number
         limit_Q[place] = longest_target(source_length)
         prefix_QP[place, : len(prefix)] = prefix[: prefix_QP.shape[1]]
-        seed_Q[place] = np.uint32(sentence.seed).view(np.int32)
+        seed_Q[place] = sentence.seed
         wanted_Q[place] = sentence.wanted
-    start = {"limit_B": limit_Q, "prefix_BP": prefix_QP, "wanted_B": wanted_Q}
-    return source_QS, number_Q, start | {"seed_B": seed_Q.view(np.uint32)}
+    start = {"limit_B": limit_Q, "prefix_BP": prefix_QP, "seed_B": seed_Q, "wanted_B": wanted_Q}
+    return source_QS, number_Q, start
 
 
 def padded_length(length: int, smallest: int) -> int:

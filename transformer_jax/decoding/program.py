@@ -5,13 +5,12 @@ JAX is imported only after the flags are validated.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -126,7 +125,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     workdirs = tuple(local_copy(workdir) for workdir in flag_values(argv, "workdir"))
     config = load_config_file(workdirs[0]) if workdirs else Config()
     arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding})
-    arguments = _with_dependent_defaults(dataclasses.replace(arguments, workdir=workdirs))
+    arguments = _with_dependent_defaults(replace(arguments, workdir=workdirs))
     files, results, scoring = arguments.files, arguments.results, arguments.scoring
     if results.alignments == "soft" and files.format == "text":
         raise UserError("--alignments is 'soft'; expected 'hard', or --format jsonl for matrices.")
@@ -144,14 +143,14 @@ def _with_dependent_defaults(arguments: Arguments) -> Arguments:
     """Set the values that follow from other flags."""
     files, results, search = arguments.files, arguments.results, arguments.search
     if files.window is None and files.input is None and sys.stdin.isatty():
-        files = dataclasses.replace(files, window=1)
+        files = replace(files, window=1)
     if files.window is not None:
-        search = dataclasses.replace(search, batch_size=min(search.batch_size, files.window))
+        search = replace(search, batch_size=min(search.batch_size, files.window))
     if arguments.scoring.score is not None:
-        results = dataclasses.replace(results, nbest=1, token_scores=True)
+        results = replace(results, nbest=1, token_scores=True)
     if search.method == "sample":
-        search = dataclasses.replace(search, beam_size=results.nbest)
-    return dataclasses.replace(arguments, files=files, results=results, search=search)
+        search = replace(search, beam_size=results.nbest)
+    return replace(arguments, files=files, results=results, search=search)
 
 
 def local_copy(workdir: str) -> str:
@@ -177,9 +176,9 @@ def decode(argv: Sequence[str]) -> None:
     references, sizes = None, list[int]()
     source = files.input or "/dev/stdin"
     if asked.reference is not None:
-        from transformer_jax.evaluation import check_bleu, evaluate  # sacreBLEU is slow to import
+        from transformer_jax.evaluation import bleu_metric, evaluate  # sacreBLEU is slow to import
 
-        check_bleu(tokenize)  # fail before hours of work
+        bleu_metric(tokenize)  # fail before hours of work
         references = list(islice(read_lines(asked.reference), start, None, step))
     answers = _load(arguments)
     sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers
@@ -219,8 +218,8 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     first, or with its scored target.
     """
     from transformer_jax.decoding.devices import devices_for_rows
+    from transformer_jax.decoding.ensemble import load_models
     from transformer_jax.decoding.scoring import Scorer
-    from transformer_jax.decoding.trained_models import load_models
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
 

@@ -94,10 +94,9 @@ class Sampling(Method):
         warmed_RV = (values_RV - values_RV.max(axis=1, keepdims=True)) / temperature
         warmed_RV = jnp.maximum(warmed_RV, _LOWEST)
         values_RK, tokens_RK = jnp.where(values_RV > IMPOSSIBLE / 2, warmed_RV, IMPOSSIBLE), None
-        if self.top_k:
-            values_RK, tokens_RK = top_k(values_RK, min(self.top_k, values_RK.shape[1]))
-        elif self.top_p < 1:
-            values_RK, tokens_RK = jax.lax.top_k(values_RK, values_RK.shape[1])
+        if self.top_k or self.top_p < 1:
+            V = values_RV.shape[1]
+            values_RK, tokens_RK = top_k(values_RK, min(self.top_k or V, V))
         if self.top_p < 1:
             chances_RK = jax.nn.softmax(values_RK, axis=-1)
             before_RK = jnp.cumsum(chances_RK, axis=-1) - chances_RK

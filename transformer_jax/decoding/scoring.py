@@ -16,11 +16,10 @@ from flax import nnx
 
 from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.devices import on_device
-from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.ensemble import Ensemble, check_vocabulary
 from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.decoding.records import Translation, blocks, check_text
 from transformer_jax.decoding.search import length_divisor
-from transformer_jax.decoding.trained_models import check_vocabulary
 from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.transformer import Transformer

@@ -11,7 +11,7 @@ Log-probabilities and scores are float32 throughout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +30,30 @@ Reorder = Callable[[Cache, Array], Cache]
 NOT_FORCED = -1
 # Internal score of a sentence whose logits were NaN; finite, so that it can be sorted.
 _INVALID = 1e9
+
+
+class Sentence(NamedTuple):
+    """A sentence to translate."""
+
+    tokens: Sequence[int]
+    """Source tokens without EOS, fewer than ``Engine.longest_source``."""
+    prefix: Sequence[int] = ()
+    """Target tokens that the translation must begin with."""
+    seed: int = 0
+    """Sampling seed of the sentence."""
+    wanted: int = 1
+    """Number of hypotheses to find, at most ``decoding.beam_size``."""
+
+
+class Hypothesis(NamedTuple):
+    """A translation as token ids, with its scores."""
+
+    tokens: list[int]
+    """Target tokens without EOS."""
+    score: float
+    log_prob: float
+    token_log_probs: list[float]
+    """Log-probabilities of ``tokens``, then of EOS."""
 
 
 class SearchResult(NamedTuple):

@@ -42,7 +42,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
     whole = tokenizer.source.encode([prefix + text.strip() for text in texts])
     return [
         segment if len(segment) <= len(tag) + limit else tag + units
-        for segment, units in zip(whole, tokens, strict=True)
+        for segment, units in zip(whole, tokens)
     ]
 
 

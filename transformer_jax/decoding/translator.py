@@ -13,11 +13,10 @@ from typing import Any, Self
 import jax
 
 from transformer_jax.decoding.engine import Engine, search_together
-from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.ensemble import Ensemble, check_vocabulary, load_models
 from transformer_jax.decoding.records import Request, Translation, blocks, check_text
+from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.segments import joint, split
-from transformer_jax.decoding.sentences import Hypothesis, Sentence
-from transformer_jax.decoding.trained_models import check_vocabulary, load_models
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import DecodingConfig

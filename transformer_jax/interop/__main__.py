@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from transformer_jax import UserError, parse_flags, run_program
 
@@ -31,6 +31,22 @@ class Export:
     output: str
     """New or empty folder to write to."""
 
+    def run(self) -> None:
+        """Write the folder."""
+        # Import late, so that flags are checked before JAX is loaded.
+        from transformer_jax import load_model
+        from transformer_jax.interop.ctranslate2 import export_ctranslate2
+        from transformer_jax.interop.huggingface import export_huggingface
+
+        exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
+        with _new_folder(self.output, "output") as folder:
+            config, model, tokenizer = load_model(self.workdir)
+            exports[self.format](config, model, tokenizer, folder)
+        logger.info(
+            "Wrote %s for %s. See docs/interop.md for differences in search.",
+            *(self.output, self.format),
+        )
+
 
 @dataclass(frozen=True)
 class Import:
@@ -45,46 +61,23 @@ class Import:
     workdir: str
     """New or empty model folder to write to."""
 
+    def run(self) -> None:
+        """Write the model folder."""
+        from transformer_jax import save_model
+        from transformer_jax.interop.huggingface_import import import_huggingface
+
+        with _new_folder(self.workdir, "workdir") as folder:
+            config, model, tokenizer = import_huggingface(Path(self.input))
+            save_model(folder, config, model, tokenizer)
+        logger.info("Translate:  python decode.py --workdir %s", self.workdir)
+        start = f"--config {self.workdir}/config.json --training.start-from {self.workdir}"
+        logger.info("Fine-tune:  python train.py %s --workdir NEW ...", start)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program. Returns the exit status (see ``run_program``)."""
-    return run_program(lambda: _run(argv))
-
-
-def _run(argv: list[str] | None) -> None:
-    task = parse_flags(cast(type[Any], Export | Import), argv)
-    if isinstance(task, Export):
-        _export(task)
-    else:
-        _import(task)
-
-
-def _export(task: Export) -> None:
-    # Import late, so that flags are checked before JAX is loaded.
-    from transformer_jax import load_model
-    from transformer_jax.interop.ctranslate2 import export_ctranslate2
-    from transformer_jax.interop.huggingface import export_huggingface
-
-    exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
-    with _new_folder(task.output, "output") as folder:
-        config, model, tokenizer = load_model(task.workdir)
-        exports[task.format](config, model, tokenizer, folder)
-    logger.info(
-        "Wrote %s for %s. See docs/interop.md for differences in search.",
-        *(task.output, task.format),
-    )
-
-
-def _import(task: Import) -> None:
-    from transformer_jax import save_model
-    from transformer_jax.interop.huggingface_import import import_huggingface
-
-    with _new_folder(task.workdir, "workdir") as folder:
-        config, model, tokenizer = import_huggingface(Path(task.input))
-        save_model(folder, config, model, tokenizer)
-    logger.info("Translate:  python decode.py --workdir %s", task.workdir)
-    start = f"--config {task.workdir}/config.json --training.start-from {task.workdir}"
-    logger.info("Fine-tune:  python train.py %s --workdir NEW ...", start)
+    tasks: Any = Export | Import
+    return run_program(lambda: parse_flags(tasks, argv).run())
 
 
 @contextmanager

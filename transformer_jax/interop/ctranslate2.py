@@ -13,7 +13,7 @@ from transformer_jax import BOS_ID, EOS_ID, UNK_ID, Config, ModelConfig, Tokeniz
 from transformer_jax.interop.export import write_sentencepiece
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits
 from transformer_jax.interop.weights import (
-    CTRANSLATE2,
+    Library,
     Weights,
     plain_weights,
     to_library,
@@ -22,18 +22,36 @@ from transformer_jax.interop.weights import (
 from transformer_jax.support import needs_extra
 
 _POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
-_OTHERS: dict[str, str] = {
-    "source_embedding.matrix": "encoder/embeddings_0/weight",
-    "source_embedding.position_matrix": "encoder/position_encodings/encodings",
-    "target_embedding.matrix": "decoder/embeddings/weight",
-    "target_embedding.position_matrix": "decoder/position_encodings/encodings",
-    "softmax_matrix": "decoder/projection/weight",
-    "softmax_bias": "decoder/projection/bias",
-    "encoder.final_norm.scale": "encoder/layer_norm/gamma",
-    "encoder.final_norm.bias": "encoder/layer_norm/beta",
-    "decoder.final_norm.scale": "decoder/layer_norm/gamma",
-    "decoder.final_norm.bias": "decoder/layer_norm/beta",
-}
+_LIBRARY = Library(
+    names={
+        "source_embedding.matrix": "encoder/embeddings_0/weight",
+        "source_embedding.position_matrix": "encoder/position_encodings/encodings",
+        "target_embedding.matrix": "decoder/embeddings/weight",
+        "target_embedding.position_matrix": "decoder/position_encodings/encodings",
+        "softmax_matrix": "decoder/projection/weight",
+        "softmax_bias": "decoder/projection/bias",
+        "encoder.final_norm.scale": "encoder/layer_norm/gamma",
+        "encoder.final_norm.bias": "encoder/layer_norm/beta",
+        "decoder.final_norm.scale": "decoder/layer_norm/gamma",
+        "decoder.final_norm.bias": "decoder/layer_norm/beta",
+        "self_attention.query": "self_attention/linear_0/{}",
+        "self_attention.key": "self_attention/linear_0/{}",
+        "self_attention.value": "self_attention/linear_0/{}",
+        "self_attention.output": "self_attention/linear_1/{}",
+        "self_attention_residual": "self_attention/layer_norm/{}",
+        "cross_attention.query": "attention/linear_0/{}",
+        "cross_attention.key": "attention/linear_1/{}",
+        "cross_attention.value": "attention/linear_1/{}",
+        "cross_attention.output": "attention/linear_2/{}",
+        "cross_attention_residual": "attention/layer_norm/{}",
+        "feed_forward.inner": "ffn/linear_0/{}",
+        "feed_forward.gate": "ffn/linear_0_noact/{}",
+        "feed_forward.output": "ffn/linear_1/{}",
+        "feed_forward_residual": "ffn/layer_norm/{}",
+    },
+    layer="{side}/layer_{number}/",
+    norm=("gamma", "beta"),
+)
 
 
 def export_ctranslate2(
@@ -56,7 +74,7 @@ def export_ctranslate2(
     weights = with_position_tables(weights, config.model, longest)
     target_VD = weights["target_embedding.matrix"]  # also used for tied matrices
     weights = {"source_embedding.matrix": target_VD, "softmax_matrix": target_VD} | weights
-    _fill(spec, to_library(weights, CTRANSLATE2, _OTHERS))
+    _fill(spec, to_library(weights, _LIBRARY))
 
     source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
     spec.register_source_vocabulary(source_tokens)

@@ -18,10 +18,9 @@ from transformer_jax import (
     Transformer,
     UserError,
 )
-from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON, OTHERS
+from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, LIBRARY, NORM_EPSILON
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
-    HUGGING_FACE,
     Weights,
     blank_weights,
     check_tensors,
@@ -135,7 +134,7 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
     rows = {token: ids.get(token, -1) for token in (*special, _UNK)}
     if -1 in rows.values() or len(rows) != (3 if start == pad else 4):
         raise UserError(
-            f"Special tokens in {str(file.parent)!r} are {dict(zip(names, special, strict=True))}; "
+            f"Special tokens in {str(file.parent)!r} are {dict(zip(names, special))}; "
             f"expected distinct tokens from vocab.json, other than {_UNK!r}. decoder_start may "
             "equal pad."
         )
@@ -146,7 +145,7 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
 
 def _read_weights(folder: Path, shape: ModelConfig) -> Weights:
     """Read plain weights, with the d_model dimensions in our order."""
-    tensors, kept = _read_tensors(folder), OTHERS["target_embedding.matrix"]
+    tensors, kept = _read_tensors(folder), LIBRARY.names["target_embedding.matrix"]
     for alias in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
         if f"{alias}.weight" in tensors:  # files store the tied matrix under any of these names
             tensors.setdefault(kept, tensors.pop(f"{alias}.weight"))
@@ -155,9 +154,9 @@ def _read_weights(folder: Path, shape: ModelConfig) -> Weights:
     for side in ("encoder", "decoder"):  # some files store the sinusoids
         tensors.pop(f"model.{side}.embed_positions.weight", None)
     like = blank_weights(shape)
-    expected = to_library(like, HUGGING_FACE, OTHERS)
+    expected = to_library(like, LIBRARY)
     check_tensors(tensors, expected, f"The weights in {str(folder)!r}")
-    weights = from_library(tensors, like, HUGGING_FACE, OTHERS)
+    weights = from_library(tensors, like, LIBRARY)
     # MarianMT's sinusoids are the paper's, with all sines first.
     return reordered(weights, np.argsort(sines_first(shape.d_model)))
 

@@ -1,16 +1,16 @@
-"""Conversion to and from ``torch.nn.Transformer`` with its embeddings and softmax.
-
-PyTorch is imported only when one of the two functions is called.
-"""
+"""Conversion to and from ``torch.nn.Transformer`` with its embeddings and softmax."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from transformer_jax import ModelConfig, Transformer, UserError
 from transformer_jax.interop.export import check_fields
@@ -24,11 +24,18 @@ from transformer_jax.interop.weights import (
     to_library,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 _LIBRARY = Library(
-    parts={
+    names={
+        "source_embedding.matrix": "source_embedding.weight",
+        "source_embedding.position_matrix": "positions[0]",
+        "target_embedding.matrix": "target_embedding.weight",
+        "target_embedding.position_matrix": "positions[1]",
+        "softmax_matrix": "output.weight",
+        "softmax_bias": "output.bias",
+        "encoder.final_norm.scale": "encoder.norm.weight",
+        "encoder.final_norm.bias": "encoder.norm.bias",
+        "decoder.final_norm.scale": "decoder.norm.weight",
+        "decoder.final_norm.bias": "decoder.norm.bias",
         "self_attention.query": "self_attn.in_proj_{}",
         "self_attention.key": "self_attn.in_proj_{}",
         "self_attention.value": "self_attn.in_proj_{}",
@@ -46,19 +53,13 @@ _LIBRARY = Library(
     },
     layer="{side}.layers.{number}.",
 )
-_SETTINGS = ("num_heads", "dropout", "add_zero_attn", "norm_first", "eps", "p")  # of modules
-_OTHERS: dict[str, str] = {
-    "source_embedding.matrix": "source_embedding.weight",
-    "source_embedding.position_matrix": "positions[0]",
-    "target_embedding.matrix": "target_embedding.weight",
-    "target_embedding.position_matrix": "positions[1]",
-    "softmax_matrix": "output.weight",
-    "softmax_bias": "output.bias",
-    "encoder.final_norm.scale": "encoder.norm.weight",
-    "encoder.final_norm.bias": "encoder.norm.bias",
-    "decoder.final_norm.scale": "decoder.norm.weight",
-    "decoder.final_norm.bias": "decoder.norm.bias",
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
 }
+_SETTINGS = ("num_heads", "dropout", "add_zero_attn", "norm_first", "eps", "p")  # of modules
 
 
 class TorchModules(NamedTuple):
@@ -125,15 +126,15 @@ def from_torch(
 def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
     """Build a model with copies of the tensors. Raises ``UserError`` for wrong names or shapes."""
     like = blank_weights(config)
-    expected = to_library(like, _LIBRARY, _OTHERS)
-    once = {theirs for ours, theirs in _OTHERS.items() if ours not in like}
+    expected = to_library(like, _LIBRARY)
+    once = {theirs for ours, theirs in _LIBRARY.names.items() if ours not in like}
     # Plain weights have zeros for missing biases.
     tensors = {name: np.zeros_like(x) for name, x in expected.items() if name.endswith("bias")}
     tensors |= {
         name: x.detach().float().cpu().numpy() for name, x in found.items() if name not in once
     }
     check_tensors(tensors, expected, "The modules")
-    weights = from_library(tensors, like, _LIBRARY, _OTHERS)
+    weights = from_library(tensors, like, _LIBRARY)
     return model_of(weights, config)
 
 
@@ -146,17 +147,14 @@ def to_torch(model: Transformer) -> TorchModules:
     Raises:
       UserError: a config field that nn.Transformer does not support.
     """
-    import torch
-    from torch import nn
-
     config = model.config
     check_fields(
         config,
         "torch.nn.Transformer",
-        activation=tuple(_activations()),
+        activation=tuple(_ACTIVATIONS),
         norm_type=("layer",),
     )
-    weights = to_library(plain_weights(model), _LIBRARY, _OTHERS)
+    weights = to_library(plain_weights(model), _LIBRARY)
     tensors = {name: torch.tensor(x) for name, x in weights.items()}
     target = nn.Embedding.from_pretrained(tensors["target_embedding.weight"], freeze=False)
     source = target
@@ -177,13 +175,11 @@ def to_torch(model: Transformer) -> TorchModules:
 
 def _blank_transformer(config: ModelConfig) -> nn.Transformer:
     """Create an ``nn.Transformer`` on the meta device, which allocates no memory."""
-    from torch import nn
-
     with warnings.catch_warnings():  # nested tensors are not used
         warnings.simplefilter("ignore", UserWarning)
         transformer = nn.Transformer(
             *(config.d_model, config.num_heads, config.num_layers, config.decoder_layers),
-            *(config.d_ff, config.dropout, _activations()[config.activation]),
+            *(config.d_ff, config.dropout, _ACTIVATIONS[config.activation]),
             layer_norm_eps=config.norm_epsilon,
             batch_first=True,
             norm_first=config.norm == "pre",
@@ -252,35 +248,23 @@ def _described(transformer: nn.Transformer) -> dict[str, str]:
     return found
 
 
-def _activations() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Map our activation names to PyTorch functions, for activations that both libraries have."""
-    from torch.nn import functional as F
-
-    tanh = partial(F.gelu, approximate="tanh")
-    return {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": tanh, "silu": F.silu}
-
-
 def _activation_name(place: str, function: Callable[[Tensor], Tensor]) -> str:
     """Identify an activation by its values, so that modules and user functions also work."""
-    import torch
-
     x = torch.linspace(-4, 4, 65)
     y = function(x.clone())
-    for name, known in _activations().items():
+    for name, known in _ACTIVATIONS.items():
         if torch.allclose(y, known(x), rtol=0, atol=1e-6):
             return name
     raise UserError(
         f"activation in transformer.{place} is {function!r}; expected one of "
-        f"{', '.join(_activations())}."
+        f"{', '.join(_ACTIVATIONS)}."
     )
 
 
 def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors of the embeddings and the output layer, keyed by their names in
-    ``_OTHERS``, and the value of ``tie_embeddings``.
+    ``_LIBRARY``, and the value of ``tie_embeddings``.
     """
-    from torch import Tensor, nn
-
     tensors: dict[str, Tensor] = {}
     target = source if target is None else target
     output = target if output is None else output

@@ -1,4 +1,4 @@
-"""Names and layouts of weights in other libraries: one table for both directions.
+"""Conversion of weights to and from other libraries, with one table of names for both directions.
 
 "Plain" weights are a flat dict of float32 NumPy arrays under our own names
 (``encoder.layers.0.self_attention.query.kernel``), with heads concatenated and all biases present.
@@ -23,34 +23,15 @@ Weights = dict[str, np.ndarray]
 _SOURCE, _TARGET = "source_embedding.position_matrix", "target_embedding.position_matrix"
 _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+?)\.(kernel|bias|norm\.\w+)")
 
-# The parts of a layer. {} stands for the name of a kernel, a bias, or the scale or bias of a norm.
-# Parts with the same name are one array, concatenated in this order along the output axis.
-_PARTS = {
-    # ours: Hugging Face, CTranslate2
-    "self_attention.query": ("self_attn.q_proj.{}", "self_attention/linear_0/{}"),
-    "self_attention.key": ("self_attn.k_proj.{}", "self_attention/linear_0/{}"),
-    "self_attention.value": ("self_attn.v_proj.{}", "self_attention/linear_0/{}"),
-    "self_attention.output": ("self_attn.out_proj.{}", "self_attention/linear_1/{}"),
-    "self_attention_residual": ("self_attn_layer_norm.{}", "self_attention/layer_norm/{}"),
-    "cross_attention.query": ("encoder_attn.q_proj.{}", "attention/linear_0/{}"),
-    "cross_attention.key": ("encoder_attn.k_proj.{}", "attention/linear_1/{}"),
-    "cross_attention.value": ("encoder_attn.v_proj.{}", "attention/linear_1/{}"),
-    "cross_attention.output": ("encoder_attn.out_proj.{}", "attention/linear_2/{}"),
-    "cross_attention_residual": ("encoder_attn_layer_norm.{}", "attention/layer_norm/{}"),
-    "feed_forward.inner": ("fc1.{}", "ffn/linear_0/{}"),
-    "feed_forward.gate": ("", "ffn/linear_0_noact/{}"),
-    "feed_forward.output": ("fc2.{}", "ffn/linear_1/{}"),
-    "feed_forward_residual": ("final_layer_norm.{}", "ffn/layer_norm/{}"),
-}
-_ORDER = list(_PARTS)
-
 
 class Library(NamedTuple):
     """A library's weight names. Its kernels are [O, I]."""
 
-    parts: Mapping[str, str]
-    """The library's name for each key of ``_PARTS``. If the encoder and the decoder use different
-    names, the key starts with ``encoder.`` or ``decoder.``."""
+    names: Mapping[str, str]
+    """The library's names for weights outside the layers and for the parts of a layer. In a part's
+    name, {} stands for the name of a kernel, a bias, or the scale or bias of a norm. If the encoder
+    and the decoder use different names, the key starts with ``encoder.`` or ``decoder.``. Weights
+    with the same name are one array, concatenated in this order along the output axis."""
     layer: str
     """Format string for the prefix of a layer's weight names: {side} is the encoder or the decoder,
     {number} is the index of the layer."""
@@ -58,33 +39,20 @@ class Library(NamedTuple):
     """Names of a norm's scale and bias. Other modules use weight and bias."""
 
 
-HUGGING_FACE = Library(
-    parts={ours: theirs[0] for ours, theirs in _PARTS.items()},
-    layer="model.{side}.layers.{number}.",
-)
-CTRANSLATE2 = Library(
-    parts={ours: theirs[1] for ours, theirs in _PARTS.items()},
-    layer="{side}/layer_{number}/",
-    norm=("gamma", "beta"),
-)
-
-
-def to_library(weights: Weights, library: Library, others: Mapping[str, str]) -> Weights:
-    """Convert plain weights to weights of ``library``. ``others`` maps names outside the layers."""
+def to_library(weights: Weights, library: Library) -> Weights:
+    """Convert plain weights to weights of ``library``."""
     tensors = {}
-    for theirs, ours in _names(weights, library, others).items():
+    for theirs, ours in _names(weights, library).items():
         shares = [_transposed(name, weights[name]) for name in ours]
         tensors[theirs] = np.concatenate(shares) if len(shares) > 1 else shares[0]
     return tensors
 
 
-def from_library(
-    tensors: Weights, like: Weights, library: Library, others: Mapping[str, str]
-) -> Weights:
+def from_library(tensors: Weights, like: Weights, library: Library) -> Weights:
     """Convert weights of ``library`` to plain weights with the names of ``like``."""
     weights = {}
-    for theirs, ours in _names(like, library, others).items():
-        for name, share in zip(ours, np.split(tensors[theirs], len(ours)), strict=True):
+    for theirs, ours in _names(like, library).items():
+        for name, share in zip(ours, np.split(tensors[theirs], len(ours))):
             weights[name] = _transposed(name, share)
     return weights
 
@@ -188,21 +156,19 @@ def _plain(flat: Weights, config: ModelConfig) -> Weights:
     return weights
 
 
-def _names(weights: Weights, library: Library, others: Mapping[str, str]) -> dict[str, list[str]]:
+def _names(weights: Weights, library: Library) -> dict[str, list[str]]:
     """Map each library name to our names for the arrays that it concatenates."""
     found: dict[str, list[str]] = {}
-    places = []
+    order, places = list(library.names), []
     for ours in weights:
-        match = _IN_LAYER.fullmatch(ours)
-        if match is None:
-            places.append((0, others[ours], ours))
-        else:
+        key, prefix, name = ours, "", ""
+        if match := _IN_LAYER.fullmatch(ours):
             side, number, part, leaf = match.groups()
+            key = part if part in library.names else f"{side}.{part}"
             prefix = library.layer.format(side=side, number=number)
-            theirs = library.parts.get(part) or library.parts[f"{side}.{part}"]
             scale, bias = library.norm if leaf.startswith("norm") else ("weight", "bias")
-            name = prefix + theirs.format(bias if leaf.endswith("bias") else scale)
-            places.append((_ORDER.index(part), name, ours))
+            name = bias if leaf.endswith("bias") else scale
+        places.append((order.index(key), prefix + library.names[key].format(name), ours))
     for _, theirs, ours in sorted(places):
         found.setdefault(theirs, []).append(ours)
     return found

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from transformer_jax.model.attention_kernel import MASKED
-from transformer_jax.model.gpu import runs_kernels, split_qkv
+from transformer_jax.model.gpu import load, runs_kernels, split_qkv, store
 
 POSITIONS = 16  # positions per iteration; divides the number of positions in a cache
 
@@ -108,7 +108,7 @@ def _history_kernel(W: int, position_ref: Any, ancestors_ref: Any, *refs: Any) -
         positions_1T = i * POSITIONS + jnp.arange(POSITIONS)[None]
         is_seen_WT = is_beam_W1 & (positions_1T < position)
         at = ancestors_ref.at[beams_W1, positions_1T]
-        slots_WT1 = (positions_1T * W + triton.load(at, mask=is_seen_WT, other=0))[:, :, None]
+        slots_WT1 = (positions_1T * W + load(at, is_seen_WT))[:, :, None]
         rows = slots_WT1, is_seen_WT[:, :, None]
         return _attend(state, q_WK, _load(old_k_ref, *rows), _load(old_v_ref, *rows), is_seen_WT)
 
@@ -164,12 +164,12 @@ def _scaled(q_WK: jax.Array) -> jax.Array:
 def _load(ref: Any, rows: jax.Array, mask: jax.Array) -> jax.Array:
     """Load whole rows, or 0 where masked. The last axis of ``rows`` and ``mask`` is 1."""
     at, shape = _rows(ref, rows)
-    return triton.load(at, mask=jnp.broadcast_to(mask, shape), other=0)
+    return load(at, jnp.broadcast_to(mask, shape))
 
 
 def _store(ref: Any, rows: jax.Array, mask: jax.Array, x: jax.Array) -> None:
     at, shape = _rows(ref, rows)
-    triton.store(at, x.astype(ref.dtype), mask=jnp.broadcast_to(mask, shape))
+    store(at, x, jnp.broadcast_to(mask, shape))
 
 
 def _rows(ref: Any, rows: jax.Array) -> tuple[Any, tuple[int, ...]]:

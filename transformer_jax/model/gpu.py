@@ -75,7 +75,7 @@ def split_qkv(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
     axis. Kernels read them there, because splitting the array would copy it.
     """
     counts = {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(arrays)]
-    return [(x, i, x.shape[-1] // n) for x, n in zip(arrays, counts, strict=True) for i in range(n)]
+    return [(x, i, x.shape[-1] // n) for x, n in zip(arrays, counts) for i in range(n)]
 
 
 def rows_inside(shape: tuple[int, ...], count: int) -> jax.Array | None:

@@ -7,8 +7,8 @@ in ``decode_kernel.py`` instead.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +70,7 @@ class DecoderCache:
     def reorder(self, parents_BW: jax.Array) -> DecoderCache:
         """Let beam w continue beam ``parents_BW[b, w]``."""
         ancestors_BWT = jnp.take_along_axis(self.ancestors_BWT, parents_BW[:, :, None], axis=1)
-        return dataclasses.replace(self, ancestors_BWT=ancestors_BWT)
+        return replace(self, ancestors_BWT=ancestors_BWT)
 
     def replace_rows(self, rows_R: jax.Array, fresh: DecoderCache) -> DecoderCache:
         """Put the R new sentences of ``fresh`` into rows ``rows_R``.
@@ -82,7 +82,7 @@ class DecoderCache:
         def put(old: Any, new: Any) -> Any:
             return jax.tree.map(lambda x, y: x.at[rows_R].set(y, mode="drop"), old, new)
 
-        return dataclasses.replace(
+        return replace(
             self,
             source=put(self.source, fresh.source),
             source_mask_BS=put(self.source_mask_BS, fresh.source_mask_BS),
@@ -90,21 +90,17 @@ class DecoderCache:
             position_B=put(self.position_B, 0),
         )
 
-    def cleared(self) -> DecoderCache:
-        """Return an empty cache of the same capacity. Old entries stay but are masked."""
-        return dataclasses.replace(
-            self,
-            source_mask_BS=jnp.zeros_like(self.source_mask_BS),
-            ancestors_BWT=jnp.full_like(self.ancestors_BWT, _NOT_WRITTEN),
-            position_B=jnp.zeros_like(self.position_B),
-        )
+    def empty_like(self) -> DecoderCache:
+        """Return an empty cache of the same capacity. Arrays can be abstract."""
+        ancestors_BWT = jnp.full_like(self.ancestors_BWT, _NOT_WRITTEN)
+        return replace(jax.tree.map(jnp.zeros_like, self), ancestors_BWT=ancestors_BWT)
 
     def layers(self) -> list[LayerAttention]:
         """Return each layer's attention over the cache in the next step."""
         batch, beam_size, _ = self.ancestors_BWT.shape
         visible_BWTW = self.ancestors_BWT[..., None] == jnp.arange(beam_size)[None, None, None]
         visible_B1WL = visible_BWTW.reshape(batch, 1, beam_size, -1)
-        layers = zip(self.history, self.source, strict=True)
+        layers = zip(self.history, self.source)
         return [LayerAttention(self, visible_B1WL, *each) for each in layers]
 
     def written(self, blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
@@ -136,7 +132,7 @@ class DecoderCache:
         _, W, T = self.ancestors_BWT.shape
         is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
         beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
-        return dataclasses.replace(
+        return replace(
             self,
             # Written after all layers have read it, so XLA's CPU backend does not copy blocks.
             history=tuple(
@@ -148,7 +144,7 @@ class DecoderCache:
         )
 
 
-@dataclasses.dataclass
+@dataclass
 class LayerAttention:
     """One layer's attention over its part of the cache in one step. Arrays are [B, W, H, K]."""
 
@@ -235,7 +231,7 @@ def empty_cache(
         return jnp.split(slots_BHLK, [n * beam_size for n in layout.history_ends if n < T], axis=2)
 
     def blocks(of: Callable[[jax.Array], list[jax.Array]]) -> tuple[tuple[Block, ...], ...]:
-        layers = [zip(*map(of, layer), strict=True) for layer in cross]
+        layers = [zip(*map(of, layer)) for layer in cross]
         return tuple(
             tuple((jnp.einsum(f"BHLK->{layout.key_axes}", k), v) for k, v in layer)
             for layer in layers

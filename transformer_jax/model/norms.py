@@ -107,19 +107,16 @@ class Residual(nnx.Module):
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
         """Apply the sublayer with dropout, residual connection and norm. Returns [B, L, D]."""
-        y_BLD = sublayer(self.norm(x_BLD) if self.pre else x_BLD)
-        return self._joined(x_BLD, y_BLD, dropout_key)
-
-    @jax.named_scope("residual")
-    def _joined(self, x_BLD: jax.Array, y_BLD: jax.Array, dropout_key: DropoutKey) -> jax.Array:
         norm, rate = self.norm, self.dropout
+        y_BLD = sublayer(norm(x_BLD) if self.pre else x_BLD)
         plain = self.pre or rate == 0 or not norm_kernel.supports(x_BLD)
-        if plain or norm.bias is None or dropout_key is None:
-            x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
-            return x_BLD if self.pre else norm(x_BLD)
-        # In training on a GPU, one fused kernel computes all of this.
-        return jax.lax.platform_dependent(
-            *(x_BLD, y_BLD, mask_key(dropout_key), norm.scale[...], norm.bias[...]),
-            cuda=partial(norm_kernel.residual_norm, rate=rate, epsilon=norm.epsilon),
-            default=lambda x, y, key, *_: norm(x + dropout(y, rate, key)),
-        )
+        with jax.named_scope("residual"):
+            if plain or norm.bias is None or dropout_key is None:
+                x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
+                return x_BLD if self.pre else norm(x_BLD)
+            # In training on a GPU, one fused kernel computes all of this.
+            return jax.lax.platform_dependent(
+                *(x_BLD, y_BLD, mask_key(dropout_key), norm.scale[...], norm.bias[...]),
+                cuda=partial(norm_kernel.residual_norm, rate=rate, epsilon=norm.epsilon),
+                default=lambda x, y, key, *_: norm(x + dropout(y, rate, key)),
+            )

@@ -41,6 +41,28 @@ class Prepare:
     (`#0 PRP`) instead of XX in the sequence. A model then needs fewer trees to learn to attend to
     each word."""
 
+    def run(self) -> None:
+        """Write the three files, and a summary to stderr."""
+        words, sequences, trees = list[str](), list[str](), list[str]()
+        num_words = 0
+        for file in self.trees:
+            for parse in read_parses(file):
+                words.append(" ".join(with_numbers(parse.words) if self.numbered else parse.words))
+                sequences.append(parse.sequence(numbered=self.numbered))
+                trees.append(str(parse))
+                num_words += len(parse.words)
+        if not trees:
+            raise UserError(
+                f"No trees found in {' '.join(self.trees)}; expected trees in Penn format."
+            )
+        stem = Path(self.output)
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for ending, lines in (("words", words), ("sequences", sequences), ("mrg", trees)):
+            check_not_input(f"{stem}.{ending}", *self.trees)
+            write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
+        said = f"{stem}.words, .sequences and .mrg: {len(trees)} trees with {num_words} words."
+        print(said, file=sys.stderr)
+
 
 @dataclass(frozen=True)
 class Restore:
@@ -52,6 +74,27 @@ class Restore:
     """Output file of decode.py."""
     output: str | None = None
     """File to write. Default: stdout."""
+
+    def run(self) -> None:
+        """Write the trees, and a summary to stderr."""
+        trees, malformed = list[str](), 0
+        for words, sequence in zip_longest(read_lines(self.words), read_lines(self.sequences)):
+            if words is None or sequence is None:
+                short = self.words if words is None else self.sequences
+                raise UserError(
+                    f"{short} ends after {len(trees)} lines; expected the same number of lines in "
+                    f"{self.words} and {self.sequences}."
+                )
+            parse, well_formed = from_sequence(without_numbers(words.split()), sequence)
+            malformed += not well_formed
+            trees.append(f"{parse}\n")
+        if self.output is None:
+            sys.stdout.writelines(trees)
+            sys.stdout.flush()
+        else:
+            Path(self.output).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(Path(self.output), "".join(trees))
+        print(f"{len(trees)} trees, {malformed} from malformed sequences.", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -65,61 +108,15 @@ class Score:
     parses: str
     """File with trees to score, for the same sentences."""
 
+    def run(self) -> None:
+        """Print the scores."""
+        print(bracket_score(read_parses(self.gold), read_parses(self.parses)))
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program. Returns the exit status (see ``run_program``)."""
-    return run_program(lambda: _run(argv))
-
-
-def _run(argv: list[str] | None) -> None:
     tasks: Any = Prepare | Restore | Score
-    task = parse_flags(tasks, argv)
-    if isinstance(task, Score):
-        print(bracket_score(read_parses(task.gold), read_parses(task.parses)))
-    else:
-        print(prepare(task) if isinstance(task, Prepare) else restore(task), file=sys.stderr)
-
-
-def prepare(task: Prepare) -> str:
-    """Write the three files. Returns a summary."""
-    words, sequences, trees = list[str](), list[str](), list[str]()
-    num_words = 0
-    for file in task.trees:
-        for parse in read_parses(file):
-            words.append(" ".join(with_numbers(parse.words) if task.numbered else parse.words))
-            sequences.append(parse.sequence(numbered=task.numbered))
-            trees.append(str(parse))
-            num_words += len(parse.words)
-    if not trees:
-        raise UserError(f"No trees found in {' '.join(task.trees)}; expected trees in Penn format.")
-    stem = Path(task.output)
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    for ending, lines in (("words", words), ("sequences", sequences), ("mrg", trees)):
-        check_not_input(f"{stem}.{ending}", *task.trees)
-        write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
-    return f"{stem}.words, .sequences and .mrg: {len(trees)} trees with {num_words} words."
-
-
-def restore(task: Restore) -> str:
-    """Write the trees. Returns a summary."""
-    trees, malformed = list[str](), 0
-    for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
-        if words is None or sequence is None:
-            short = task.words if words is None else task.sequences
-            raise UserError(
-                f"{short} ends after {len(trees)} lines; expected the same number of lines in "
-                f"{task.words} and {task.sequences}."
-            )
-        parse, well_formed = from_sequence(without_numbers(words.split()), sequence)
-        malformed += not well_formed
-        trees.append(f"{parse}\n")
-    if task.output is None:
-        sys.stdout.writelines(trees)
-        sys.stdout.flush()
-    else:
-        Path(task.output).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(task.output), "".join(trees))
-    return f"{len(trees)} trees, {malformed} from malformed sequences."
+    return run_program(lambda: parse_flags(tasks, argv).run())
 
 
 if __name__ == "__main__":

@@ -35,11 +35,10 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program. Returns the exit status (see ``run_program``)."""
-    return run_program(lambda: _run(argv))
+    return run_program(lambda: _run(parse_flags(Arguments, argv)))
 
 
-def _run(argv: list[str] | None) -> None:
-    a = parse_flags(Arguments, argv)
+def _run(a: Arguments) -> None:
     if not a.workdir:
         raise UserError("--workdir is empty; expected one or more work directories.")
     if a.samples < 0:

@@ -40,23 +40,22 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program. Returns the exit status (see ``run_program``)."""
-    return run_program(lambda: _run(argv))
+    return run_program(lambda: _run(parse_flags(Arguments, argv)))
 
 
-def _run(argv: list[str] | None) -> None:
-    task = parse_flags(Arguments, argv)
+def _run(a: Arguments) -> None:
     # Import late, so that flags are checked before JAX is loaded.
     from transformer_jax import Translator
     from transformer_jax.report.attention import attention_maps, save_picture, sentence_attention
     from transformer_jax.support import enable_compilation_cache
 
     enable_compilation_cache()
-    translator = Translator.from_workdir(task.workdir, batch_size=1)
-    attention = sentence_attention(translator, task.text, target=task.target)
+    translator = Translator.from_workdir(a.workdir, batch_size=1)
+    attention = sentence_attention(translator, a.text, target=a.target)
     figure = attention_maps(
-        *attention.of(task.kind), layers=task.layers, heads=task.heads, title=_TITLES[task.kind]
+        *attention.of(a.kind), layers=a.layers, heads=a.heads, title=_TITLES[a.kind]
     )
-    save_picture(figure, task.output)
+    save_picture(figure, a.output)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from transformer_jax import Translator, read_pairs
 from transformer_jax.report.attention import sentence_attention
 from transformer_jax.report.runs import Run
+from transformer_jax.support import enable_compilation_cache
 
 
 def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
     """Translate ``number`` lines of the dev set, and compute attention for ``texts`` (default: the
     first line). Failures are added to ``run.problems``.
     """
-    from transformer_jax import Translator
-    from transformer_jax.support import enable_compilation_cache
-
     enable_compilation_cache()
     try:
         pairs = _dev_lines(run, number)
@@ -33,8 +32,6 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
 
 def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
     """Read evenly spaced lines from the part of the dev set that has BLEU, or from all of it."""
-    from transformer_jax import read_pairs
-
     if not number:
         return []
     data, first = run.config.data, run.config.training.bleu_sentences

@@ -1,6 +1,6 @@
 """Retention and averaging: the checkpoints that a run keeps, and those that its model averages.
 
-Folders are listed newest first.
+Steps are listed newest first.
 """
 
 from __future__ import annotations
@@ -8,60 +8,56 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
-from transformer_jax.saved_models.checkpoint import config_of, saved_parameters
+from transformer_jax.saved_models.checkpoint import checkpoint_name, config_of, saved_parameters
 from transformer_jax.settings.config import TrainingConfig
 from transformer_jax.storage.files import AnyPath
 
 log = logging.getLogger(__name__)
 
-P = TypeVar("P", bound=AnyPath)
 
-
-def up_to(chosen: P, folders: Sequence[P], most: int) -> list[P]:
-    """Return up to ``most`` checkpoints: ``chosen`` and scheduled ones before it."""
-    older = folders[folders.index(chosen) + 1 :]
-    return [chosen, *filter(_is_scheduled, older)][:most]
-
-
-def kept(folders: Sequence[P], best_step: int | None, training: TrainingConfig) -> set[P]:
-    """Return the checkpoints to keep.
+def kept(
+    checkpoints: AnyPath, steps: Sequence[int], best_step: int | None, training: TrainingConfig
+) -> set[int]:
+    """Return the steps whose checkpoints to keep, of those in a ``checkpoints/`` folder.
 
     These are the newest one, the newest ``keep_checkpoints`` scheduled ones, and those that can be
     averaged for the model.
     """
-    scheduled = list(filter(_is_scheduled, folders))[: training.keep_checkpoints]
-    return {*scheduled}.union(*_chains(folders, best_step, training))
+    scheduled, chains = _candidates(checkpoints, steps, best_step, training)
+    return {*scheduled[: training.keep_checkpoints]}.union(*chains)
 
 
 def choose(
-    folders: Sequence[P],
+    checkpoints: AnyPath,
+    steps: Sequence[int],
     best_step: int | None,
     training: TrainingConfig,
     *,
     stopped_early: bool,
     dev_loss: Callable[[Any], float] | None,
-) -> tuple[list[P], Any]:
-    """Choose the checkpoints to average for a run's model. Returns them and their average.
+) -> tuple[list[int], Any]:
+    """Choose the steps to average for a run's model. Returns them and their average.
 
     ``training.average`` sets how many; ``auto`` selects the number with the lowest dev loss, and a
     fixed number is compared with it.
     """
-    chains = _chains(folders, best_step, training)
+    _, chains = _candidates(checkpoints, steps, best_step, training)
     if training.average != "auto":
         chains = chains[-1:] if stopped_early else chains[:1]
     elif dev_loss is None:
         log.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
-        chains = [folders[:1]]
-    best: tuple[float, Sequence[P], Any] = math.inf, (), None
+        chains = [steps[:1]]
+    if sum(map(len, chains)) == 1:
+        dev_loss = None  # nothing to compare
+    best: tuple[float, Sequence[int], Any] = math.inf, (), None
     for chain in chains:
-        for count, average in enumerate(load_averages(chain), start=1):
-            loss = dev_loss(average) if dev_loss else math.nan
-            loss = math.inf if math.isnan(loss) else loss
+        for count, average in enumerate(load_averages(checkpoints, chain), start=1):
+            loss = min(math.inf, dev_loss(average)) if dev_loss else math.inf  # NaN is the worst
             if not best[1] or loss < best[0]:
                 best = loss, chain[:count], average
     if training.average == "auto":
@@ -70,7 +66,7 @@ def choose(
         log.info(
             "On the dev set, the %s is better (loss %.4f) than the average of %d (%.4f); run "
             "again with --training.average auto to use it.",
-            *(described([int(path.name) for path in best[1]]), best[0], len(chain), loss),
+            *(described(best[1]), best[0], len(chain), loss),
         )
     return list(chain), average
 
@@ -82,31 +78,32 @@ def described(steps: Sequence[int]) -> str:
     return f"average of {len(steps)} checkpoints, {steps[-1]} to {steps[0]}"
 
 
-def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
-    """Yield the average of the first n checkpoints, for n = 1, 2, and so on.
+def load_averages(checkpoints: AnyPath, steps: Sequence[int]) -> Iterator[Any]:
+    """Yield the average of the first n steps' checkpoints, for n = 1, 2, and so on.
 
     Each checkpoint is read once (see ``saved_parameters``).
     """
     total: Any = None
-    for count, folder in enumerate(checkpoints, start=1):
-        loaded = saved_parameters(folder)
+    for count, step in enumerate(steps, start=1):
+        loaded = saved_parameters(checkpoints / checkpoint_name(step))
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
         yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
 
 
-def _chains(
-    folders: Sequence[P], best_step: int | None, training: TrainingConfig
-) -> list[Sequence[P]]:
-    """Return the checkpoints that can be averaged, up to the newest and up to the best one."""
-    best = [path for path in folders if int(path.name) == best_step]
-    most = training.keep_checkpoints if training.average == "auto" else training.average
-    return [up_to(end, folders, most) for end in dict.fromkeys([folders[0], *best])]
+def _candidates(
+    checkpoints: AnyPath, steps: Sequence[int], best_step: int | None, training: TrainingConfig
+) -> tuple[list[int], list[Sequence[int]]]:
+    """Return the scheduled steps, and the steps to average up to the newest and the best one.
 
-
-def _is_scheduled(checkpoint: AnyPath) -> bool:
-    """Return False for a checkpoint saved only for an interruption or an evaluation.
-
-    Averages skip those, so interruptions do not change a run's result. The interval is the one
-    with which the checkpoint was saved.
+    Averages skip checkpoints saved only for an interruption or an evaluation, so interruptions do
+    not change a run's result. The interval is the one with which a checkpoint was saved.
     """
-    return int(checkpoint.name) % config_of(checkpoint).training.checkpoint_every == 0
+
+    def is_scheduled(step: int) -> bool:
+        config = config_of(checkpoints / checkpoint_name(step))
+        return step % config.training.checkpoint_every == 0
+
+    scheduled = list(filter(is_scheduled, steps))
+    most = training.keep_checkpoints if training.average == "auto" else training.average
+    ends = [step for step in steps if step in (steps[0], best_step)]
+    return scheduled, [[end, *(step for step in scheduled if step < end)][:most] for end in ends]

@@ -26,14 +26,16 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file
 
+from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_model
 from transformer_jax.settings.config import Config
-from transformer_jax.settings.config_files import from_json
+from transformer_jax.settings.config_files import from_dict
 from transformer_jax.storage.files import (
     MANIFEST,
     AnyPath,
     files_in,
+    is_checkpoint,
     remove_folder,
     write_atomically,
 )
@@ -53,11 +55,6 @@ def checkpoint_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def is_checkpoint(folder: AnyPath) -> bool:
-    """Return True for the path of a checkpoint, which may be missing."""
-    return folder.parent.name == "checkpoints" and folder.name.isdigit()
-
-
 def complete_steps(checkpoints: AnyPath) -> list[int]:
     """Return the steps of complete checkpoints in a ``checkpoints/`` folder, oldest first."""
     names = (name.partition("/") for name in files_in(checkpoints))
@@ -67,7 +64,7 @@ def complete_steps(checkpoints: AnyPath) -> list[int]:
 def config_of(folder: AnyPath) -> Config:
     """Return the config that a checkpoint or model was trained with."""
     try:
-        return from_json(json.dumps(read_manifest(folder).get("config")))
+        return from_dict(read_manifest(folder).get("config"))
     except UserError as error:
         raise UserError(f"{folder / MANIFEST} is corrupt: {error}") from None
 
@@ -92,15 +89,10 @@ def saved_parameters(folder: AnyPath) -> Any:
     abstract = abstract_model(config.model).parameters
     if not is_checkpoint(folder):
         tensors = load_file(str(folder / PARAMETERS))
-        return jax.tree.map_with_path(lambda path, _: tensors[tensor_name(path)], abstract)
+        return jax.tree.map_with_path(lambda path, _: tensors[parameter_name(path)], abstract)
     part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
     return ocp.load_checkpointables(str(folder / "state"), {part: wanted})[part]
-
-
-def tensor_name(path: Any) -> str:
-    """Return the name of a parameter in a model's safetensors file."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def load_tokenizer(folder: Path, saved: AnyPath) -> Tokenizer:
@@ -129,9 +121,7 @@ def write_manifest(
         "files": {name: _checksum(folder / name) for name in files_in(folder)},
     }
     content = {"checksum": zlib.crc32(json.dumps(content).encode()), **content}
-    path = folder / MANIFEST
-    text = json.dumps(content, indent=1)
-    write_atomically(path, text) if isinstance(path, Path) else path.write_text(text)
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=1))
 
 
 def read_manifest(folder: AnyPath) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save
 
+from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.saved_models.averaging import described
@@ -32,11 +33,9 @@ from transformer_jax.saved_models.checkpoint import (
     complete_steps,
     config_of,
     delete_checkpoint,
-    is_checkpoint,
     load_tokenizer,
     read_manifest,
     saved_parameters,
-    tensor_name,
     write_manifest,
 )
 from transformer_jax.saved_models.remote_workdir import local_workdir
@@ -45,6 +44,7 @@ from transformer_jax.settings.config_files import load_config_file, to_json
 from transformer_jax.storage.files import (
     MODEL,
     AnyPath,
+    is_checkpoint,
     kind_of,
     local_path,
     remove_folder,
@@ -78,15 +78,15 @@ def load_parameters(path: str | Path) -> tuple[Config, Any, Tokenizer]:
     elif steps := complete_steps(saved / "checkpoints"):
         saved = saved / "checkpoints" / checkpoint_name(steps[-1])
         note = "no model/ (training has not finished, or an earlier version ended it), so "
-    if not (is_checkpoint(saved) or is_model(saved)):
+    resumable = is_checkpoint(saved)
+    if not (resumable or is_model(saved)):
         raise UserError(
             f"{str(path)!r} has no checkpoint; expected a work directory written by train.py "
             "--workdir, one of the folders in its checkpoints/, or a model folder."
         )
     parameters, config = saved_parameters(saved), config_of(saved)
-    alone = is_checkpoint(saved)
-    tokenizer = load_tokenizer(workdir if alone else saved, saved)
-    steps = [int(saved.name)] if alone else read_manifest(saved)["steps"]
+    tokenizer = load_tokenizer(workdir if resumable else saved, saved)
+    steps = [int(saved.name)] if resumable else read_manifest(saved)["steps"]
     log.info("%s: %s%s.", path, note, described(steps))
     decoding = load_config_file(workdir / "config.json").decoding
     return dataclasses.replace(config, decoding=decoding), parameters, tokenizer
@@ -131,7 +131,7 @@ def write_model(
     remove_folder(temporary)  # left by a killed process
     try:
         tokenizer.save(temporary)
-        tensors = {tensor_name(path): np.asarray(leaf) for path, leaf in leaves}
+        tensors = {parameter_name(path): np.asarray(leaf) for path, leaf in leaves}
         write_atomically(temporary / PARAMETERS, save(tensors))
         write_atomically(temporary / "config.json", to_json(config))
         write_manifest(temporary, config, tokenizer, {"steps": steps})

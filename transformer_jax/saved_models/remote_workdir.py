@@ -131,14 +131,19 @@ def mirror_folder(
     resuming: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy a checkpoint or model if it is missing or different in ``target``, manifest last."""
+    """Copy a checkpoint, model or corpus if it is missing or different in ``target``.
+
+    Its manifest is copied last. Calls ``check`` before it deletes or completes ``target``.
+    """
     same = read_manifest(source) == read_manifest(target)
     if same and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
         return
     check()
     delete_checkpoint(target)
     try:
-        copy_folder(source, target, () if resuming else unread_files(source), check=check)
+        copy_folder(source, target, (MANIFEST, *(() if resuming else unread_files(source))))
+        check()
+        copy_file(source / MANIFEST, target / MANIFEST)
     except FileNotFoundError:  # the run has deleted it in the meantime
         delete_checkpoint(target)
 

@@ -67,6 +67,7 @@ class App:
             yield  # compilation may still be running
             await asyncio.to_thread(self.service.close)
 
+        failures = UserError, SearchFailed, TimeoutError, ClientDisconnect, HTTPException, Exception
         app = FastAPIOffline(
             title="transformer_jax",
             docs_url=None,  # page/docs.html, which has a content security policy
@@ -74,6 +75,7 @@ class App:
             redirect_slashes=False,  # redirects would trust the client's Host header
             lifespan=lifespan,
             description=__doc__ or "",
+            exception_handlers=dict.fromkeys(failures, self._refuse),
         )
         for path, name in ("/", "index.html"), ("/docs", "docs.html"):
             page: Any = FileResponse(_PAGE / name)
@@ -86,9 +88,6 @@ class App:
         get("/health", self.health, responses={503: {"model": Status}})
         # A mount at / would answer GET /translate with 404 instead of 405.
         app.router.default = StaticFiles(directory=_PAGE)
-        for failure in UserError, SearchFailed, TimeoutError, HTTPException, Exception:
-            app.add_exception_handler(failure, self._refuse)
-        app.add_exception_handler(ClientDisconnect, self._refuse)
         registry = self.service.registry
         measured = Instrumentator(should_group_status_codes=False, registry=registry)
         measured.instrument(app).expose(app, endpoint="/metrics")

@@ -94,7 +94,7 @@ class LiveRows:
             rows, _ = engine.admit_and_decode(bucket, rows, block, max_steps=1, stop_after=1)
         engine.results(rows)
         for other in self._sizes:
-            engine.resized(rows, other)
+            engine.resized(rows, other.rows)
 
     def resize(self, count: int) -> None:
         """Move the sentences to the smallest number of rows that holds ``count`` sentences, or to
@@ -102,7 +102,7 @@ class LiveRows:
         """
         bucket = next((each for each in self._sizes if each.rows >= count), self._sizes[-1])
         if bucket != self.bucket:
-            self.bucket, self._rows = bucket, self._engine.resized(self._rows, bucket)
+            self.bucket, self._rows = bucket, self._engine.resized(self._rows, bucket.rows)
 
     def turn(self, entries: Sequence[Entry], max_steps: int) -> None:
         """Assign rows to new sentences, then run up to ``max_steps`` decoding steps.
@@ -236,7 +236,7 @@ class Workers:
         """Run one device's thread: turns of its searches, one per bucket, until ``stop``."""
         try:
             while self._wait_for_work(searches):
-                alike = zip(searches, zip(*self._searches), self._waiting.values(), strict=True)
+                alike = zip(searches, zip(*self._searches), self._waiting.values())
                 work = [each for each in alike if each[2] or each[0].running]
                 for rows, on_devices, waiting in work:
                     # As few rows as hold this device's share of the sentences.

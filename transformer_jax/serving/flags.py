@@ -80,28 +80,24 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     """
     arguments = parse_flags(Arguments, argv)
     arguments = replace(arguments, workdir=tuple(flag_values(argv, "workdir")))
-    _check_values(arguments)
+    if not arguments.workdir:
+        raise UserError("--workdir is missing; expected a work directory written by train.py.")
+    if not 0 < arguments.port < 65536:
+        raise UserError(f"--port is {arguments.port}; expected 1 to 65535.")
+    for name in ("max_queue", "max_characters", "timeout"):
+        value = getattr(arguments, name)
+        if not 0 < value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
     pairs = _pairs(arguments)
     from transformer_jax import local_workdir  # loads JAX, which --help does not need
 
     served = []
-    for workdir, pair in zip(arguments.workdir, pairs, strict=True):
+    for workdir, pair in zip(arguments.workdir, pairs):
         folder = local_workdir(workdir)
         defaults = {"search": load_config_file(folder).decoding}
         search = parse_flags(Arguments, argv, defaults=defaults).search
         served.append(Served(str(folder), pair, search))
     return arguments, served
-
-
-def _check_values(a: Arguments) -> None:
-    if not a.workdir:
-        raise UserError("--workdir is missing; expected a work directory written by train.py.")
-    if not 0 < a.port < 65536:
-        raise UserError(f"--port is {a.port}; expected 1 to 65535.")
-    for name in ("max_queue", "max_characters", "timeout"):
-        value = getattr(a, name)
-        if not 0 < value < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
 
 
 def _pairs(a: Arguments) -> list[Pair]:
@@ -111,23 +107,20 @@ def _pairs(a: Arguments) -> list[Pair]:
             f"--languages has {len(a.languages)} pair(s) for {len(a.workdir)} work directories; "
             "expected one pair per directory, in the same order, such as --languages en-de fr-de."
         )
-    pairs = list(map(_parse_pair, a.languages))
-    keys = [tuple(map(folded, pair)) for pair in pairs]
-    for index, (key, pair) in enumerate(zip(keys, pairs, strict=True)):
-        if key in keys[:index]:
-            first = a.workdir[keys.index(key)]
+    pairs, workdir_of = list[Pair](), dict[tuple[str, ...], str]()
+    for text, workdir in zip(a.languages, a.workdir):
+        found = _PAIR.fullmatch(text)
+        if not found:
             raise UserError(
-                f"{first!r} and {a.workdir[index]!r} both translate {pair}; expected one model "
-                "per language pair."
+                f"--languages has {short_repr(text)}; expected pairs of codes, such as en-de or "
+                "en-pt-BR."
             )
+        pairs.append(Pair(*found.groups()))
+        key = tuple(map(folded, pairs[-1]))
+        if first := workdir_of.get(key):
+            raise UserError(
+                f"{first!r} and {workdir!r} both translate {text}; expected one model per "
+                "language pair."
+            )
+        workdir_of[key] = workdir
     return pairs
-
-
-def _parse_pair(text: str) -> Pair:
-    found = _PAIR.fullmatch(text)
-    if not found:
-        raise UserError(
-            f"--languages has {short_repr(text)}; expected pairs of codes, such as en-de or "
-            "en-pt-BR."
-        )
-    return Pair(*found.groups())

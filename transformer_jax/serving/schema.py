@@ -113,10 +113,13 @@ class Language(BaseModel):
     targets: list[str]
 
 
+State = Literal["ok", "compiling", "failed"]
+
+
 class Status(BaseModel):
     """Server status."""
 
-    status: Literal["ok", "compiling", "failed"]
+    status: State
 
 
 class Error(BaseModel):

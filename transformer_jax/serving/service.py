@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.exceptions import HTTPException
@@ -22,6 +22,7 @@ from transformer_jax.serving.schema import (
     Query,
     SentenceEvent,
     SentenceResponse,
+    State,
 )
 from transformer_jax.serving.text import Cut, cut
 from transformer_jax.support import short_repr
@@ -73,7 +74,7 @@ class Service:
         self.models = dict(models)
         self.max_queue, self.max_characters = max_queue, max_characters
         self.num_accepted = 0
-        self._status: Literal["ok", "compiling", "failed"] = "compiling"
+        self._status: State = "compiling"
         self.registry = CollectorRegistry()
         searches = [model.workers for model in self.models.values()]
         for name, said, value in (
@@ -87,13 +88,10 @@ class Service:
             ("rows", "Total rows across all searches.", lambda: sum(x.num_rows for x in searches)),
         ):
             Gauge(f"transformer_{name}", said, registry=self.registry).set_function(value)
-        self._num_sentences, self._num_tokens = (
-            Counter(f"transformer_{name}", said, ["pair"], registry=self.registry)
-            for name, said in (
-                ("sentences", "Sentences translated."),
-                ("target_tokens", "Target tokens in the best translations."),
-            )
-        )
+        counter = partial(Counter, labelnames=["pair"], registry=self.registry)
+        self._num_sentences = counter("transformer_sentences", "Sentences translated.")
+        said = "Target tokens in the best translations."
+        self._num_tokens = counter("transformer_target_tokens", said)
 
     def start(self) -> None:
         """Compile all models and start their searches. Failures are logged and set ``status``."""
@@ -114,7 +112,7 @@ class Service:
             model.close()
 
     @property
-    def status(self) -> Literal["ok", "compiling", "failed"]:
+    def status(self) -> State:
         """Current status; "failed" if any search has failed."""
         if any(model.workers.failure for model in self.models.values()):
             return "failed"
@@ -249,7 +247,7 @@ class Answering:
         [(its_cut, tasks)] = self.texts
         previous, ranked = "", self.query.alternatives > 0
         try:
-            for index, (source, task) in enumerate(zip(its_cut.sentences, tasks, strict=True)):
+            for index, (source, task) in enumerate(zip(its_cut.sentences, tasks)):
                 found, before = await task, its_cut.gap(index, previous)
                 yield SentenceEvent.of_ranked(
                     found, ranked, source=source, index=index, before=before
@@ -271,20 +269,21 @@ class Answering:
             for its_cut, found in texts
         ]
         others = [[text for text in dict.fromkeys(texts) if text != texts[0]] for texts in ranked]
-        alternatives = others if count else None
-        one = isinstance(query.q, str)
-        answer = Answer(
-            translatedText=ranked[0][0] if one else [texts[0] for texts in ranked],
-            alternatives=alternatives[0] if one and alternatives else alternatives,
-        )
+
+        def one_or_all(values: list[Any]) -> Any:
+            return values[0] if isinstance(query.q, str) else values
+
+        answer = Answer(translatedText=one_or_all([texts[0] for texts in ranked]))
+        if count:
+            answer.alternatives = one_or_all(others)
         if query.source == "auto":
             detected = Detected(language=self.pair.source, confidence=100)
-            answer.detectedLanguage = detected if one else [detected] * len(texts)
+            answer.detectedLanguage = one_or_all([detected] * len(texts))
         if query.details or query.attention:
             answer.sentences = [
                 [
                     SentenceResponse.of_ranked(each, count > 0, source=source)
-                    for source, each in zip(its_cut.sentences, found, strict=True)
+                    for source, each in zip(its_cut.sentences, found)
                 ]
                 for its_cut, found in texts
             ]

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import Config
+from transformer_jax.storage.files import is_checkpoint
+from transformer_jax.storage.json_files import parse_object
 
 _PACKAGE = Path(__file__).parents[1]
 _RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")
@@ -41,8 +43,7 @@ def load_config_file(path: str | Path) -> Config:
     if path.name == name and not path.suffix:
         path = recipe_path(name)
     if path.is_dir():
-        is_checkpoint = path.parent.name == "checkpoints" and path.name.isdigit()
-        path = (path.parents[1] if is_checkpoint else path) / "config.json"
+        path = (path.parents[1] if is_checkpoint(path) else path) / "config.json"
     if not path.is_file() or path.suffix not in (".py", ".json"):
         wrong = "is not a .py or .json file" if path.exists() else "does not exist"
         raise UserError(
@@ -98,9 +99,17 @@ def from_json(text: str | bytes) -> Config:
 
     Raises ``UserError`` on unknown fields or invalid values.
     """
+    return from_dict(parse_object(text, "The config"))
+
+
+def from_dict(values: Any) -> Config:
+    """Build a config from the output of ``dataclasses.asdict``, perhaps read from a JSON file.
+
+    Raises ``UserError`` on unknown fields or invalid values.
+    """
     try:
-        return _build(Config, json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return _build(Config, values)
+    except (UserError, AttributeError) as error:  # AttributeError if it is not an object
         raise UserError(f"The config is not valid: {error}") from None
 
 

@@ -48,6 +48,11 @@ def local_path(name: str | Path) -> Path:
     return Path(os.path.expanduser(name)).absolute()
 
 
+def is_checkpoint(folder: AnyPath) -> bool:
+    """Return True for the path of a checkpoint, which may be missing."""
+    return folder.parent.name == "checkpoints" and folder.name.isdigit()
+
+
 def existing_folder(workdir: str | Path) -> Path:
     """Return the path of a local work directory or checkpoint.
 
@@ -130,9 +135,7 @@ def kind_of(path: AnyPath) -> str:
     except FileNotFoundError:
         return ""
     except Exception as error:
-        raise UserError(
-            f"{short_repr(str(path))} cannot be read: {str(error) or type(error).__name__}"
-        ) from error
+        raise UserError(f"{short_repr(str(path))} cannot be read: {one_line(error)}") from error
 
 
 def retry(path: AnyPath, access: Callable[[], T]) -> T:
@@ -153,15 +156,22 @@ def retry(path: AnyPath, access: Callable[[], T]) -> T:
         time.sleep(_PAUSE_SECONDS)
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
+def write_atomically(path: AnyPath, content: bytes | str) -> None:
     """Replace a file's content. Even after a crash, readers see either the old or the new one."""
     with _replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` once it is completely written to disk."""
+def _replacing(path: AnyPath) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces ``path`` once it is completely written to disk.
+
+    In an object store, a file appears when it is closed, so it needs no temporary file.
+    """
+    if not isinstance(path, Path):
+        with path.open("wb") as file:
+            yield file
+        return
     # Other threads, and hosts and containers with equal process ids, can write the same file.
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
     try:
@@ -181,25 +191,16 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
     """Copy a local or remote file. Readers of ``target`` never see a partial file."""
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
-    writing = _replacing(target) if isinstance(target, Path) else target.open("wb")
-    with source.open("rb") as file, writing as copy:
+    with source.open("rb") as file, _replacing(target) as copy:
         shutil.copyfileobj(file, copy, 1 << 22)
 
 
-def copy_folder(
-    source: AnyPath,
-    target: AnyPath,
-    skipped: tuple[str, ...] = (),
-    *,
-    check: Callable[[], None] = lambda: None,
-) -> None:
+def copy_folder(source: AnyPath, target: AnyPath, skipped: tuple[str, ...] = ()) -> None:
     """Copy a folder, except files with ``skipped`` prefixes.
 
-    Its manifest, which marks it as complete, is copied last, after ``check``.
+    Its manifest, which marks it as complete, is copied last.
     """
     for name in sorted(files_in(source), key=lambda name: name == MANIFEST):
-        if name == MANIFEST:
-            check()
         if not name.startswith(skipped):
             copy_file(source / name, target / name)
 

@@ -64,7 +64,7 @@ class SubwordModel:
                 return [self._processor.encode(lines[0])]
             return self._processor.encode(list(lines), num_threads=1)
         tags = [_TAG.findall(line)[0] if self._foreign else "" for line in lines]
-        texts = [line[len(tag) :] for tag, line in zip(tags, lines, strict=True)]
+        texts = [line[len(tag) :] for tag, line in zip(tags, lines)]
         if sampling:
             if self._sampler is None or self._sampler.dropout != sampling:
                 self._sampler = SubwordSampler(self._processor, sampling)
@@ -75,7 +75,7 @@ class SubwordModel:
         # A word such as </s> is not a special token.
         return [
             [max(UNK_ID, token) for token in self.ids([tag, *pieces] if tag else pieces)]
-            for tag, pieces in zip(tags, cut, strict=True)
+            for tag, pieces in zip(tags, cut)
         ]
 
     def decode(self, ids: Iterable[int]) -> str:

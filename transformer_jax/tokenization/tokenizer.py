@@ -113,7 +113,7 @@ class Tokenizer:
         names = (_MODEL,) if len(models) == 1 else (_SOURCE, _TARGET)
         text = json.dumps(self.vocabulary, ensure_ascii=False, indent=0)
         vocabulary = {_VOCABULARY: text.encode()} if self.vocabulary else {}
-        return vocabulary | dict(zip(names, models, strict=True))
+        return vocabulary | dict(zip(names, models))
 
     def save(self, directory: str | Path) -> None:
         """Save the tokenizer to a folder. Each file is written atomically."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -34,13 +34,13 @@ class CompileAhead:
     """Compilation of a run's training step for each batch shape (B, S, T). Starts immediately."""
 
     def __init__(self, run: Prepared):
-        devices = list(run.mesh.devices.flat)
+        mesh, device = run.mesh, run.mesh.local_devices[0]
         self._functions, self._packed = run.functions, run.plan.packed
-        self._rows, self._memory = batch_sharding(run.mesh), memory_limit(devices)
-        self._on_gpu = devices[0].platform == "gpu"
+        self._rows, self._memory = batch_sharding(mesh), memory_limit(device)
+        self._on_gpu = device.platform == "gpu"
         # Autotuning waits for an idle GPU, and a step's collectives wait for other GPUs and
         # processes. Running both at the same time could deadlock.
-        self._all_first = jax.process_count() > 1 or (self._on_gpu and len(devices) > 1)
+        self._all_first = jax.process_count() > 1 or (self._on_gpu and mesh.size > 1)
         # Shapes are traced one at a time: because of the GIL, tracing them concurrently would delay
         # the first shape until the last one is ready.
         self._tracing = threading.Lock()
@@ -69,9 +69,8 @@ class CompileAhead:
         """
         if self._all_first:
             self._all_first = False
-            with (
-                raise_on_any_process()
-            ):  # on CPUs a collective waits only 30 s for slower processes
+            # On CPUs, a collective waits only 30 s for slower processes.
+            with raise_on_any_process():
                 self._wait(list(self._steps.values()), show)
 
     def _wait(self, needed: list[Future[Any]], show: Callable[[str], None]) -> None:
@@ -116,9 +115,8 @@ class CompileAhead:
         return step
 
 
-def memory_limit(devices: Sequence[jax.Device]) -> int | None:
-    """Return the number of bytes that JAX can use on each device, or None if unknown."""
-    [device, *_] = [each for each in devices if each.process_index == jax.process_index()]
+def memory_limit(device: jax.Device) -> int | None:
+    """Return the number of bytes that JAX can use on a device, or None if unknown."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 

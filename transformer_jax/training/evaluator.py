@@ -13,7 +13,6 @@ import jax
 from flax import nnx
 
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches, to_global_arrays
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.translator import Translator
@@ -21,7 +20,6 @@ from transformer_jax.devices.distributed import allgather, broadcast_from_first
 from transformer_jax.devices.sharding import batch_sharding, replicated
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
 from transformer_jax.saved_models.averaging import choose
-from transformer_jax.saved_models.checkpoint import checkpoint_name
 from transformer_jax.settings.config import BatchConfig
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
@@ -38,29 +36,24 @@ class Evaluator:
     """
 
     def __init__(self, run: Prepared):
-        self._run = run
-        dev = run.corpora.get("dev")
-        self._dev = None if dev is None else self._plan(dev)
+        config = run.config
+        self._run, self._training = run, config.training
+        self._dev: BatchPlan | None = None
+        if dev := run.corpora.get("dev"):
+            # As large as a training microbatch, so batches fit into memory, unless the longest
+            # sentence needs more.
+            rows, longest = config.batch.row_multiple, int(dev.lengths().max())
+            tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
+            batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
+            self._dev = BatchPlan(dev, batch, seed=0)
         self._translator: Translator | None = None
         if any(run.pairs.values()):
-            rows = -(-run.config.decoding.batch_size // jax.process_count())
-            config = dataclasses.replace(run.config.decoding, batch_size=rows)
+            rows = -(-config.decoding.batch_size // jax.process_count())
+            decoding = dataclasses.replace(config.decoding, batch_size=rows)
             model = nnx.merge(run.functions.graph, self._whole(run.state.parameters))
             devices = list(run.mesh.local_devices)
-            self._translator = Translator(model, run.tokenizer, config, devices=devices)
+            self._translator = Translator(model, run.tokenizer, decoding, devices=devices)
             self._translator.parameters = ()  # set by each evaluation
-
-    def _plan(self, corpus: Corpus) -> BatchPlan:
-        """Plan one epoch of batches for computing the loss on a corpus.
-
-        Batches are as large as a training microbatch, so they fit into memory, unless the longest
-        sentence needs more.
-        """
-        config = self._run.config
-        rows, longest = config.batch.row_multiple, int(corpus.lengths().max())
-        tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
-        batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
-        return BatchPlan(corpus, batch, seed=0)
 
     def dev(self, parameters: Parameters) -> tuple[dict[str, Any], str]:
         """Compute dev-set metrics (``dev_loss``, ...) and format the first pair's translation.
@@ -72,7 +65,7 @@ class Evaluator:
         if not (pairs := self._run.pairs["dev"]):
             return figures, ""
         translations = self._translate(parameters, pairs)
-        tokenize = self._run.config.training.bleu_tokenize
+        tokenize = self._training.bleu_tokenize
         figures["dev_bleu"] = bleu(translations, [y for _, y in pairs], tokenize=tokenize).value
         lines = zip(("source", "reference", "translation"), (*pairs[0], translations[0]))
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
@@ -82,26 +75,24 @@ class Evaluator:
 
         Returns the averaged steps, newest first, and the parameters as NumPy arrays.
         """
-        run, training = self._run, self._run.config.training
-        dev, folder = self._dev, run.checkpoints.folder
-        steps = broadcast_from_first(lambda: run.checkpoints.steps()[::-1])
-        checkpoints, average = choose(
-            [folder / checkpoint_name(step) for step in steps],
+        run, dev = self._run, self._dev
+        return choose(
+            run.checkpoints.folder,
+            broadcast_from_first(lambda: run.checkpoints.steps()[::-1]),
             run.progress.best_step,
-            training,
-            stopped_early=run.progress.early_stopping_triggered(training.patience),
+            self._training,
+            stopped_early=run.progress.early_stopping_triggered(self._training.patience),
             dev_loss=None
             if dev is None
             else lambda average: means(self._loss(self._placed(average), dev))["loss"],
         )
-        return [int(path.name) for path in checkpoints], average
 
     def test(self, parameters: Any) -> tuple[dict[str, Any], Evaluation]:
         """Evaluate parameters on the test set."""
-        run, pairs = self._run, self._run.pairs["test"]
+        pairs = self._run.pairs["test"]
         translations = self._translate(self._placed(parameters), pairs)
         references = [target for _, target in pairs]
-        scores = evaluate(translations, references, tokenize=run.config.training.bleu_tokenize)
+        scores = evaluate(translations, references, tokenize=self._training.bleu_tokenize)
         figures: dict[str, Any] = {
             "sentences": len(references),
             "exact_match": scores.exact_match,
@@ -111,8 +102,7 @@ class Evaluator:
         return figures, scores
 
     def _placed(self, parameters: Any) -> Parameters:
-        abstract = self._run.functions.abstract_state.parameters
-        return to_global_arrays(parameters, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        return to_global_arrays(parameters, self._run.functions.abstract_state.parameters)
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
         rows = batch_sharding(self._run.mesh)
@@ -130,8 +120,7 @@ class Evaluator:
         assert self._translator is not None
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
         lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]
-        its_own = lines[jax.process_index() :: jax.process_count()]
-        shares = allgather(self._translator.translate(its_own))
+        count = jax.process_count()
+        shares = allgather(self._translator.translate(lines[jax.process_index() :: count]))
         self._translator.parameters = ()
-        places = (divmod(place, len(shares)) for place in range(len(lines)))
-        return [shares[process][place] for place, process in places]
+        return [shares[i % count][i // count] for i in range(len(lines))]

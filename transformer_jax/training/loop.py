@@ -14,13 +14,12 @@ from typing import Any
 import jax
 
 from transformer_jax.data.loader import load_batches
-from transformer_jax.devices.distributed import is_first, lost_contact, raise_on_any_process
+from transformer_jax.devices.distributed import is_first, lost_contact
 from transformer_jax.devices.sharding import batch_sharding
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.saved_models.averaging import described
-from transformer_jax.saved_models.model_folder import write_model
 from transformer_jax.settings.config import Config
-from transformer_jax.storage.files import MODEL, write_atomically
+from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
@@ -120,7 +119,7 @@ class _Watch:
 
 class _Loop:
     def __init__(self, run: Prepared, reporter: Reporter, watch: _Watch):
-        self._run, self._config, self._progress = run, run.config, run.progress
+        self._run, self._training, self._progress = run, run.config.training, run.progress
         self._reporter, self._signals, self._watch = reporter, Signals(), watch
         self._state, self._step = run.state, int(run.state.step)  # number of completed steps
         self._evaluator = Evaluator(run)
@@ -130,12 +129,12 @@ class _Loop:
     def train(self, compiled: CompileAhead) -> None:
         """Train until the last step, early stopping or a signal, and save the final state."""
         self._announce()
-        run, stop_at = self._run, self._config.training.steps
+        run, stop_at = self._run, self._training.steps
         rows = batch_sharding(run.mesh)
         loader = load_batches(run.plan, sharding=rows, start=self._step, stop=stop_at)
         # Evaluate the last saved step, even if the previous run evaluated it.
         compiled.before_collectives(self._now)
-        stop = self._progress.early_stopping_triggered(self._config.training.patience)
+        stop = self._progress.early_stopping_triggered(self._training.patience)
         stop = stop or (self._evaluation_due() and self._evaluate()) or self._step >= stop_at
         if not stop:
             compiled.wait(run.plan.shape(self._step), self._now)
@@ -149,7 +148,7 @@ class _Loop:
                 self._read_figures()  # of the previous step, while this one runs
                 self._step, self._unread = self._step + 1, figures
                 stop, evaluate = self._signals.stop_after(self._step), self._evaluation_due()
-                if stop or evaluate or self._step % self._config.training.checkpoint_every == 0:
+                if stop or evaluate or self._step % self._training.checkpoint_every == 0:
                     self._save()
                 if evaluate and not stop:
                     stop = self._evaluate()
@@ -158,13 +157,13 @@ class _Loop:
             self._ensure_saved()
 
     def _evaluation_due(self) -> bool:
-        training, step = self._config.training, self._step
+        training, step = self._training, self._step
         due = step > 0 and (step % training.eval_every == 0 or step >= training.steps)
         return due and "dev" in self._run.corpora
 
     def _evaluate(self) -> bool:
         """Evaluate on the dev set. Returns True if early stopping triggers."""
-        training = self._config.training
+        training = self._training
         self._now(f"evaluating step {self._step}")
         parameters = self._state.parameters if self._state.ema is None else self._state.ema
         figures, example = self._evaluator.dev(parameters)
@@ -196,7 +195,7 @@ class _Loop:
         run, progress, stopped_by = self._run, self._progress, self._signals.received
         summary: dict[str, Any] = {
             "stopped_by": stopped_by,
-            "stopped_early": self._step < self._config.training.steps and not stopped_by,
+            "stopped_early": self._step < self._training.steps and not stopped_by,
             "steps": self._step,
             "epochs": self._step / run.plan.steps_per_epoch,
             "bad_steps": int(self._state.bad_steps),
@@ -211,14 +210,10 @@ class _Loop:
             end = f"{stopped_by}: saved at step {self._step}. Run the same command again to resume."
         else:
             self._now("choosing the checkpoints to average")
-            summary["averaged_steps"], parameters = self._evaluator.choose()
+            steps, parameters = self._evaluator.choose()
+            summary["averaged_steps"], model = steps, described(steps)
             self._now("writing the model")
-            steps = summary["averaged_steps"]
-            with raise_on_any_process():
-                if is_first():
-                    folder = run.workdir.folder / MODEL
-                    write_model(folder, run.config, parameters, run.tokenizer, steps)
-            model = described(steps)
+            run.checkpoints.write_model(parameters, steps)
             if "test" in run.pairs:
                 self._now("evaluating on the test set")
                 summary["test"], scores = self._evaluator.test(parameters)
@@ -226,7 +221,7 @@ class _Loop:
             end = f"done at step {self._step}"
             if summary["stopped_early"]:
                 end = (
-                    f"stopped early at step {self._step} of {self._config.training.steps}, after "
+                    f"stopped early at step {self._step} of {self._training.steps}, after "
                     f"{progress.since_best} evaluations without improvement"
                 )
             end = f"{end}: {model}; metrics in {run.workdir.store}/summary.json"
@@ -250,14 +245,14 @@ class _Loop:
         self._reporter.show(completed=step)
         if metrics.bad_in_a_row:
             log.warning("Step %d had a non-finite loss or gradient; its update was skipped.", step)
-        if metrics.bad_in_a_row >= self._config.training.max_bad_steps:
+        if metrics.bad_in_a_row >= self._training.max_bad_steps:
             raise TrainingError(
                 f"The loss or gradient was not finite for {int(metrics.bad_in_a_row)} steps in a "
                 f"row, up to step {step}. Lower optimizer.peak_learning_rate, raise "
                 "optimizer.warmup_steps, or set optimizer.clip_norm, and run the command again "
                 "with --allow-changes to resume from the last checkpoint."
             )
-        if step % self._config.training.log_every == 0:
+        if step % self._training.log_every == 0:
             values = {
                 "learning_rate": float(metrics.learning_rate),
                 "gradient_norm": float(metrics.gradient_norm),
@@ -268,19 +263,19 @@ class _Loop:
             self._reporter.training(step, self._meter.entry() | values)
 
     def _announce(self) -> None:
-        run, config, say = self._run, self._config, self._reporter.say
+        run, say = self._run, self._reporter.say
         count = sum(leaf.size for leaf in jax.tree.leaves(self._state.parameters))
         source_fill, target_fill = run.plan.fill
         axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
         say(
             f"{run.corpora['train'].num_pairs:,} training pairs; vocabulary "
-            f"{config.model.vocab_size:,}; {count:,} parameters\n"
+            f"{run.config.model.vocab_size:,}; {count:,} parameters\n"
             f"devices: {axes}; {run.plan.steps_per_epoch:,} steps per epoch\n"
-            f"batches of {config.batch.tokens:,} tokens per side; "
+            f"batches of {run.config.batch.tokens:,} tokens per side; "
             f"real tokens: {source_fill:.1%} source, {target_fill:.1%} target; "
             f"shapes to compile: {len(run.plan.shapes)}"
         )
         if self._step:
-            say(f"resuming at step {self._step} of {config.training.steps}")
+            say(f"resuming at step {self._step} of {self._training.steps}")
         figures = {"source_fill": source_fill, "target_fill": target_fill, "parameters": count}
         self._reporter.write("start", self._step, figures | {"environment": environment()})

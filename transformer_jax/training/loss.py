@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
@@ -190,7 +191,7 @@ def _on_device(
         return (sums, d_matrix_VD, d_bias_V), d_hidden_LD
 
     start = (
-        LossSums(*[jnp.zeros((), jnp.float32)] * 4),
+        LossSums(*np.zeros(4, np.float32)),
         *jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (matrix_VD, bias_V)),
     )
     hidden_CLD, from_chunks = jax.vjp(in_chunks, hidden_BTD)

@@ -18,11 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.corpus import (
-    Corpus,
-    build_corpus,
-    open_corpus,
-)
+from transformer_jax.data.corpus import Corpus, build_corpus, open_corpus
 from transformer_jax.data.loader import to_global_arrays
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.devices.distributed import (
@@ -34,10 +30,10 @@ from transformer_jax.devices.distributed import (
 )
 from transformer_jax.devices.sharding import check_rows, make_mesh
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import check_bleu
+from transformer_jax.evaluation import bleu_metric
 from transformer_jax.saved_models.checkpoint import checkpoint_name, load_tokenizer
 from transformer_jax.saved_models.model_folder import load_parameters
-from transformer_jax.settings.config import Config
+from transformer_jax.settings.config import Config, DataConfig, ModelConfig, TrainingConfig
 from transformer_jax.settings.config_files import flatten, to_json
 from transformer_jax.storage.files import copy_folder, retry, write_atomically
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -107,7 +103,7 @@ def prepare(
         mesh = make_mesh(config.mesh, devices)
         config = with_layout(config, mesh.devices.flat[0].platform)
         check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
-        texts, pairs = check_inputs(config)
+        texts, pairs = check_inputs(config.data, config.training)
         run_dir = Workdir(workdir)
     settings = flatten(config).items()
     check_agreement(
@@ -121,13 +117,14 @@ def prepare(
         )
         with raise_on_any_process():
             run_dir.wait_for_token()
-            start = None if newest is not None else _start_model(config)
+            start = None
+            if newest is None and config.training.start_from:
+                start = _start_model(config.training.start_from, config.model)
         built = broadcast_from_first(lambda: build_files(run_dir, config, texts, newest, start))
         run = open_run(run_dir, config, mesh, pairs, built, newest, start)
         # If other processes are gone, a save in progress would never end.
         stack.push(lambda _, error, __: None if lost_contact(error) else run.checkpoints.wait())
         yield run
-        run.checkpoints.wait()
         if is_first():  # push summary.json
             retry(run_dir.store, run_dir.push_files)
             run_dir.push_checkpoints()
@@ -157,13 +154,12 @@ def build_files(
     if newest is not None:
         checkpoint = run_dir.checkpoints / checkpoint_name(newest)
         tokenizer = load_tokenizer(run_dir.folder, checkpoint)
-    elif start:
-        symbols = config.tokenizer.user_defined_symbols
-        tokenizer = start[1].with_symbols(symbols)
-        tokenizer.save(run_dir.folder)
     else:
-        log.info("Preparing the tokenizer.")
-        tokenizer = Tokenizer.train(texts["train"].pairs(), config.tokenizer)
+        if start:
+            tokenizer = start[1].with_symbols(config.tokenizer.user_defined_symbols)
+        else:
+            log.info("Preparing the tokenizer.")
+            tokenizer = Tokenizer.train(texts["train"].pairs(), config.tokenizer)
         tokenizer.save(run_dir.folder)
     tokenizer.target.require_ids(config.decoding.suppress, "decoding.suppress")  # fail early
     built = {}
@@ -205,8 +201,9 @@ def open_run(
         )
         config = dataclasses.replace(config, model=model)
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
-    started = start and _checksum(start[0])
-    check_agreement({"tokenizer": tokenizer.fingerprint, "training.start_from": started})
+    leaves = jax.tree.leaves(start and start[0])
+    checksum = functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), leaves, 0)
+    check_agreement({"tokenizer": tokenizer.fingerprint, "training.start_from": checksum})
     with raise_on_any_process():
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(run_dir, config, tokenizer)
@@ -248,26 +245,26 @@ def _open_corpus(run_dir: Workdir, fingerprint: str) -> Corpus:
     return corpus
 
 
-def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
+def check_inputs(
+    data: DataConfig, training: TrainingConfig
+) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
     """Open the texts, and load the dev and test pairs that training will translate.
 
     Missing or invalid input is reported here, before the hours that preparing the training text can
     take.
     """
-    data, training = config.data, config.training
     if not data.train.is_given:
         raise UserError(
             "No training data is given; set data.train.source and data.train.target (text "
             "files), choose another data.train.kind, or pass a --config."
         )
     names = ("train", "dev", "test") if is_first() else ("dev", "test")
-    given = [name for name in names if getattr(data, name).is_given]
-    texts = {name: ParallelText(getattr(data, name), data.root) for name in given}
-    check_bleu(training.bleu_tokenize)
-    pairs = {}
-    for name in [name for name in given if name != "train"]:
-        pairs[name] = list(texts[name].pairs())
-        if not pairs[name]:
+    given = {name: getattr(data, name) for name in names}
+    texts = {name: ParallelText(each, data.root) for name, each in given.items() if each.is_given}
+    bleu_metric(training.bleu_tokenize)
+    pairs = {name: list(text.pairs()) for name, text in texts.items() if name != "train"}
+    for name, found in pairs.items():
+        if not found:
             raise UserError(
                 f"data.{name} has no pairs. Check its files, or set data.{name}.kind to none."
             )
@@ -309,34 +306,25 @@ def _initial_state(functions: StepFunctions, start: Start | None) -> TrainState:
     if start is None:
         return state
     abstract: Parameters = functions.abstract_state.parameters
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    parameters = to_global_arrays(jax.tree.map(_grown, start[0], abstract), shardings)
+    parameters = to_global_arrays(jax.tree.map(_grown, start[0], abstract), abstract)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
     return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
 
 
-def _start_model(config: Config) -> Start | None:
+def _start_model(name: str, model: ModelConfig) -> Start:
     """Load the model of ``training.start_from``, as ``load_model`` does.
 
-    Raises ``UserError`` if its model settings differ from ``config.model``.
+    Raises ``UserError`` if its model settings differ from ``model``.
     """
-    name = config.training.start_from
-    if not name:
-        return None
     log.info("Starting from the parameters of %s.", name)
     theirs, *start = load_parameters(name)
-    ours = dataclasses.replace(theirs, model=config.model)
+    ours = dataclasses.replace(theirs, model=model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
             f"training.start_from is {name!r}, but its model settings differ from this run's. "
             f"Use --config {name}. {fields_that_differ(fixed)}"
         )
     return start[0], start[1]
-
-
-def _checksum(parameters: Any) -> int:
-    """Return one number that differs for other parameters."""
-    return functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), jax.tree.leaves(parameters), 0)
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:

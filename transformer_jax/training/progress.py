@@ -41,8 +41,6 @@ class Progress:
     def note_evaluation(self, figures: dict[str, Any], select_by: str, *, step: int) -> None:
         """Record an evaluation's metrics. ``training.select_by`` decides whether it is the best."""
         name, sign = ("dev_bleu", 1) if select_by == "bleu" else ("dev_loss", -1)
-        if name not in figures:  # without BLEU
-            return
         if sign * figures[name] > sign * self.best.get(name, -sign * math.inf):
             self.best_step, self.best, self.since_best = step, figures, 0
         else:

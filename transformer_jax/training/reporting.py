@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import operator
-import os
 import sys
 import time
 from contextlib import suppress
@@ -86,12 +85,12 @@ class Reporter:
 
         This run will write those entries again.
         """
-        path = workdir / "metrics.jsonl"
+        self._logs: list[Any] = []
         if is_first():
+            path = workdir / "metrics.jsonl"
             _truncate(path, start_step)
-        self._file = (path if is_first() else Path(os.devnull)).open("a", encoding="utf-8")
-        board = workdir / "tensorboard"
-        self._board = _Board(board, purge_step=start_step + 1) if is_first() else None
+            board = _Board(workdir / "tensorboard", purge_step=start_step + 1)
+            self._logs = [path.open("a", encoding="utf-8"), board]
         self._failed = False
         file: Any = sys.stderr and LossyStream(sys.stderr)
         self._console = Console(file=file, highlight=False, soft_wrap=True, quiet=not is_first())
@@ -117,11 +116,13 @@ class Reporter:
             for name, value in values.items()
         }
         entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite}
+        if not self._logs:
+            return
+        file, board = self._logs
         try:
-            self._file.write(json.dumps(entry) + "\n")
-            self._file.flush()
-            if self._board is not None:
-                self._board.write(step, kind, finite)
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            board.write(step, kind, finite)
         except OSError as error:
             if not self._failed:
                 self.say(f"Metrics cannot be written: {error}")
@@ -160,10 +161,9 @@ class Reporter:
     def close(self) -> None:
         """Close the file and release the terminal."""
         self._bar.stop()
-        for file in (self._file, self._board):
+        for file in self._logs:
             with suppress(OSError):
-                if file is not None:
-                    file.close()
+                file.close()
 
 
 class _Board:

@@ -73,8 +73,7 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
 
 def fields_that_differ(differences: Sequence[Difference]) -> str:
     """Format differences as the last lines of a message."""
-    lines = [
+    return "Fields that differ:" + "".join(
         f"\n  {each.name}: {short_repr(each.old)} in the checkpoint, {short_repr(each.new)} now"
         for each in differences
-    ]
-    return "Fields that differ:" + "".join(lines)
+    )

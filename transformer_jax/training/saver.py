@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformer_jax.saved_models.checkpoint import (
     read_manifest,
     write_manifest,
 )
-from transformer_jax.saved_models.model_folder import is_model
+from transformer_jax.saved_models.model_folder import is_model, write_model
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import MANIFEST, MODEL, AnyPath, remove_folder, retry
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class Checkpoints:
     """Checkpoints of a work directory."""
 
     def __init__(self, workdir: Workdir, config: Config, tokenizer: Tokenizer):
-        self.folder = workdir.checkpoints
+        self.folder, self._model = workdir.checkpoints, workdir.folder / MODEL
         self._workdir, self._config, self._tokenizer = workdir, config, tokenizer
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -94,16 +94,17 @@ class Checkpoints:
         """Return the steps that have a complete checkpoint, oldest first."""
         return retry(self.folder, lambda: complete_steps(self.folder))
 
-    def folders(self) -> list[AnyPath]:
-        """Return the folders of complete checkpoints, newest first."""
-        return [self.folder / checkpoint_name(step) for step in reversed(self.steps())]
-
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
         """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
         path = self.folder / checkpoint_name(step)
         parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
         state = TrainState(parameters=parts["parameters"], ema=parts.get("ema"), **parts["rest"])
         return state, Progress.parse(read_manifest(path)["progress"], str(path / MANIFEST))
+
+    def write_model(self, parameters: Any, steps: Sequence[int]) -> None:
+        """Write the finished model, the average of these steps' checkpoints."""
+        model = self._model, self._config, parameters, self._tokenizer, steps
+        broadcast_from_first(lambda: write_model(*model))
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
@@ -142,11 +143,11 @@ class Checkpoints:
 
     def _delete_old(self, best_step: int | None) -> None:
         self._workdir.check_token()
-        folders, model = self.folders(), self._workdir.folder / MODEL
-        for old in {*folders} - kept(folders, best_step, self._config.training):
-            delete_checkpoint(old)
-        if is_model(model):  # the run had finished, and continues
-            delete_checkpoint(model)
+        steps = self.steps()[::-1]
+        for old in {*steps} - kept(self.folder, steps, best_step, self._config.training):
+            delete_checkpoint(self.folder / checkpoint_name(old))
+        if is_model(self._model):  # the run had finished, and continues
+            delete_checkpoint(self._model)
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
         for pause in (0.0, 0.2, 2.0) if is_first() else ():

@@ -84,18 +84,6 @@ class StepConfig(NamedTuple):
     label_smoothing: float
     r_drop: float
 
-    @classmethod
-    def of(cls, config: Config) -> StepConfig:
-        """Select the settings that compiled functions depend on."""
-        training = config.training
-        return cls(
-            model=config.model,
-            optimizer=config.optimizer,
-            steps=training.steps if config.optimizer.decay in ("linear", "cosine") else 0,
-            label_smoothing=training.label_smoothing,
-            r_drop=training.r_drop,
-        )
-
 
 class StepFunctions(NamedTuple):
     """Compiled functions of a run and the shardings that they expect."""
@@ -112,7 +100,10 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 
     Runs in one process share compiled functions if their ``StepConfig`` and mesh are equal.
     """
-    functions = shared_functions(StepConfig.of(config), mesh)
+    training, optimizer = config.training, config.optimizer
+    steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
+    rest = training.label_smoothing, training.r_drop
+    functions = shared_functions(StepConfig(config.model, optimizer, steps, *rest), mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
 
 
@@ -121,9 +112,10 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     """Create the functions shared by all runs with these settings. ``init`` takes the seed."""
     graph = abstract_model(config.model).graph
     optimizer = make_optimizer(config.optimizer, config.model.d_model, config.steps)
-    init = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
-    shapes = jax.eval_shape(init, np.uint32(0))
-    shardings = state_shardings(shapes, mesh)
+    initial = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
+    seed = np.uint32(0)
+    shardings = state_shardings(jax.eval_shape(initial, seed), mesh)
+    init = jax.jit(initial, out_shardings=shardings)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
     inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
 
@@ -132,7 +124,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
         return loss_and_sums(parameters, batch, None, **inputs)[1]
 
     return StepFunctions(
-        init=jax.jit(init, out_shardings=shardings),
+        init=init,
         train_step=_checking_rows(
             jax.jit(
                 partial(train_step, optimizer=optimizer, **inputs),
@@ -152,11 +144,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
             ),
             mesh,
         ),
-        abstract_state=jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            shapes,
-            shardings,
-        ),
+        abstract_state=init.eval_shape(seed),
         graph=graph,
     )
 
@@ -306,7 +294,7 @@ def accumulated_gradients(
         return jax.tree.map(jnp.add, total, gradient(parameters, microbatch, key)), None
 
     zeros_like = partial(jnp.zeros_like, dtype=jnp.float32)
-    zeros = jax.tree.map(zeros_like, parameters), LossSums(*[jnp.zeros((), jnp.float32)] * 4)
+    zeros = jax.tree.map(zeros_like, parameters), LossSums(*np.zeros(4, np.float32))
     return jax.lax.scan(add, zeros, (jnp.arange(microbatches), split))[0]
 
 

@@ -27,14 +27,13 @@ from transformer_jax.saved_models.remote_workdir import (
     cached_folder,
     mirror_checkpoints,
     mirror_files,
+    mirror_folder,
 )
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import from_json, to_json
 from transformer_jax.storage.files import (
-    MANIFEST,
     AnyPath,
     check_processes,
-    copy_folder,
     files_in,
     is_copied,
     is_url,
@@ -142,12 +141,8 @@ class Workdir:
     def push_corpus(self, fingerprint: str) -> None:
         """Copy a corpus to the URL if several processes need it and it is not there yet."""
         source, target = (place / "corpus" / fingerprint for place in (self.folder, self.store))
-        if (
-            self.folder is not self.store
-            and jax.process_count() > 1
-            and not (target / MANIFEST).exists()
-        ):
-            self._push(copy_folder, source, target)
+        if self.folder is not self.store and jax.process_count() > 1:
+            self._push(mirror_folder, source, target)
 
     def _push(self, mirror: Callable[..., None], source: AnyPath, target: AnyPath) -> None:
         self.check_token()
@@ -250,8 +245,8 @@ def _delete_leftovers(workdir: Workdir, newest: int | None, token: str) -> None:
     ``token`` is the previous run's. Work directories can share a ``corpus`` folder, so unfinished
     corpora of other runs are kept.
     """
-    for path in (workdir.folder / "corpus").glob(f"{TEMPORARY}*"):
-        if token and path.name.startswith(TEMPORARY + token):
+    if token:
+        for path in (workdir.folder / "corpus").glob(f"{TEMPORARY}{token}*"):
             remove_folder(path)
     checkpoints = workdir.checkpoints
     kept = [step for step in complete_steps(checkpoints) if step <= (newest or 0)]
