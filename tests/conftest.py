@@ -72,12 +72,14 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
+# Float32 is not TF32, and model.dtype auto is float32 on CPUs with AMX too.
+os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+
 # No autotuning of GPU kernels: it is slow, and impossible for a GPU that this machine lacks. On an
-# accelerator, steps are deterministic, float32 is not TF32, and workers share the memory.
+# accelerator, steps are deterministic, and workers share the memory.
 os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
 if os.environ["JAX_PLATFORMS"] != "cpu":
     os.environ["XLA_FLAGS"] += " --xla_gpu_deterministic_ops=true"
-    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 # Test runs, workers and the programs that tests start share a compilation cache. JAX writes entries

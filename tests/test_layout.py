@@ -42,6 +42,7 @@ TRUNK = [
     "model.dropout",
     "model.gpu",
     "model.positions",
+    "model.matmul",
     "model.attention_kernel",
     "model.attention",
     "model.norm_kernel",

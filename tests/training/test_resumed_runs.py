@@ -16,6 +16,7 @@ from number_names import number_files
 from runs import ONE, changed, dev_figures, entries, no_evaluation, tiny
 
 from transformer_jax.errors import UserError
+from transformer_jax.model import matmul
 from transformer_jax.saved_models.checkpoint import complete_steps, write_manifest
 from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import Config, OptimizerConfig, PairsConfig
@@ -361,3 +362,24 @@ def test_unsuitable_environments_are_errors_before_training(
     with pytest.raises(UserError, match=r"is not shared by all processes.* \.token"):
         train(tiny(), tmp_path / "run", devices=ONE)
     assert not list((tmp_path / "run").glob("[!.]*.model"))
+
+
+@pytest.mark.cpu("auto is bfloat16 elsewhere")
+def test_the_automatic_data_type_is_recorded_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run keeps the data type of the machine that it began on; its model depends on none."""
+    config = changed(no_evaluation(tiny(steps=2)), model={"dtype": "auto"})
+
+    def dtypes(steps: int, flags: set[str]) -> list[str]:
+        monkeypatch.setattr(matmul, "cpu_flags", lambda: flags)
+        with jax.default_matmul_precision(None):
+            longer = changed(config, training={"steps": steps})
+            summary = train(longer, tmp_path, devices=ONE)
+        configs = [load_config_file(tmp_path), load_config_file(tmp_path / "model")]
+        return [summary["dtype"], *(each.model.dtype for each in configs)]
+
+    assert dtypes(2, {"amx_bf16"}) == ["bfloat16", "bfloat16", "auto"]
+    assert dtypes(4, set()) == ["bfloat16", "bfloat16", "bfloat16"]
+    with pytest.raises(UserError, match="model.dtype: 'bfloat16' in the checkpoint, 'float32' now"):
+        train(changed(config, model={"dtype": "float32"}), tmp_path, devices=ONE)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformer_jax.errors import UserError, one_line
@@ -16,6 +19,15 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@lru_cache
+def cpu_flags() -> frozenset[str]:
+    """Return the CPU's instruction set extensions, as Linux names them, such as ``amx_bf16``."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return frozenset(next((x for x in lines if x.startswith("flags")), "").split()[2:])
+    return frozenset()
 
 
 def find_devices() -> list[jax.Device]:

@@ -19,7 +19,7 @@ from flax import nnx
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.matmul import einsum, is_mixed
+from transformer_jax.model.matmul import einsum
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 
@@ -107,12 +107,12 @@ class Projection(nnx.Einsum):
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Project ``x``. In mixed precision on a CPU, the result is float32."""
-        if not is_mixed(x, self.dtype):
+        """Project ``x``. On a CPU, the result has the data type of ``x``."""
+        if x.dtype == self.dtype or jax.default_backend() != "cpu":
             return super().__call__(x)
         kernel, bias = self.kernel[...], self.bias
-        y = einsum(self.einsum_str, x, kernel, dtype=self.dtype, result=jnp.float32)
-        return y if bias is None else y + bias[...]
+        y = einsum(self.einsum_str, x, kernel, dtype=self.dtype, result=x.dtype)
+        return y if bias is None else y + jnp.broadcast_to(bias[...], y.shape)
 
 
 def merge(*projections: Projection) -> Projection:

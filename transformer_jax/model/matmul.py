@@ -16,25 +16,30 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
+from transformer_jax.devices.machine import cpu_flags
 from transformer_jax.settings.config import ModelConfig
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """Return the data type of matmuls. ``auto`` means float32 on a CPU and bfloat16 elsewhere."""
-    if config.dtype == "auto":
-        return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    return jnp.dtype(config.dtype)
+    """Return the data type of matmuls. ``auto`` chooses it by JAX's default device.
+
+    It is bfloat16, but float32 on a CPU without AMX, or if JAX's default matmul precision is set.
+    """
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    fast = not _on_cpu() or (
+        "amx_bf16" in cpu_flags() and jax.config.jax_default_matmul_precision is None
+    )
+    return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
 
 
 def activation_dtype(config: ModelConfig) -> jnp.dtype:
     """Return the data type of activations: that of matmuls, but always float32 on a CPU."""
-    on_cpu = jax.default_backend() == "cpu"
-    return jnp.dtype(jnp.float32) if on_cpu else compute_dtype(config)
+    return jnp.dtype(jnp.float32) if _on_cpu() else compute_dtype(config)
 
 
-def is_mixed(x: jax.Array, dtype: DTypeLike) -> bool:
-    """Return whether matmuls of ``x`` in ``dtype`` use mixed precision on a CPU."""
-    return dtype == jnp.bfloat16 and x.dtype == jnp.float32 and jax.default_backend() == "cpu"
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
 def einsum(
@@ -45,8 +50,8 @@ def einsum(
     The axes that are summed must come first or last in each input, and the result must have the
     other axes of ``a`` before those of ``b``.
     """
-    if result == jnp.float32 and dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        return _rounded(equation, a, b)
+    if dtype == jnp.bfloat16 and _on_cpu():
+        return _rounded(equation, a, b).astype(result)
     return jnp.einsum(equation, a, b, preferred_element_type=result)
 
 

@@ -87,8 +87,9 @@ class ModelConfig(Section, prefix="model."):
     softmax_bias: bool = False
     """Add a bias to the logits (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matmuls and of activations between layers; auto: float32 on CPU, bfloat16 on GPU and
-    TPU (mixed precision). Parameters, softmax, norm statistics and the loss are always float32."""
+    """Dtype of matmuls and, on GPU and TPU, of activations between layers (mixed precision). auto:
+    bfloat16 on GPU, TPU and CPUs with AMX, float32 on other CPUs. Parameters, softmax, norm
+    statistics and the loss are always float32."""
     remat: bool = False
     """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
     memory at the cost of about a third more computation."""

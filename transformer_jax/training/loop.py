@@ -204,6 +204,7 @@ class _Loop:
             "train_seconds": progress.train_seconds,
             "tokens_per_second": progress.tokens / (progress.train_seconds or math.inf),
             "peak_memory_bytes": peak_memory_bytes(),
+            "dtype": run.config.model.dtype,
             **environment(),
         }
         if stopped_by:

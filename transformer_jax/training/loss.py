@@ -33,7 +33,6 @@ class _Settings(NamedTuple):
     label_smoothing: float
     max_logits: int | None
     logits_dtype: jnp.dtype
-    dtype: jnp.dtype  # of matmuls
     mesh: Mesh | None
     r_drop: float
     backend: str
@@ -61,7 +60,6 @@ def smoothed_cross_entropy(
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
     r_drop: NonNegative = 0.0,
-    dtype: jnp.dtype | None = None,
 ) -> LossSums:
     """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
@@ -91,10 +89,8 @@ def smoothed_cross_entropy(
       UserError: the gradient of ``nll`` is requested.
     """
     backend = jax.default_backend()
-    logits_dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
-    settings = _Settings(
-        label_smoothing, max_logits, logits_dtype, dtype or hidden_BTD.dtype, mesh, r_drop, backend
-    )
+    dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
+    settings = _Settings(label_smoothing, max_logits, dtype, mesh, r_drop, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
@@ -154,8 +150,8 @@ def _on_device(
     settings: _Settings, target_BT: jax.Array, inputs: _Inputs
 ) -> tuple[LossSums, _Inputs]:
     hidden_BTD, matrix_VD, bias_V = inputs
-    weights_VD = matrix_VD.astype(settings.dtype)
-    multiply = partial(einsum, dtype=settings.dtype)
+    weights_VD = matrix_VD.astype(hidden_BTD.dtype)
+    multiply = partial(einsum, dtype=hidden_BTD.dtype)
     # C chunks of L tokens. With R-Drop, the first half of a chunk holds tokens of the first pass,
     # and the second half holds the same tokens of the second pass.
     passes = 2 if settings.r_drop else 1
@@ -185,7 +181,7 @@ def _on_device(
         sums = jax.tree.map(jnp.add, sums, new)
         if d_bias_V is not None:
             d_bias_V += d_logits_LV.sum(axis=0)
-        d_logits_LV = d_logits_LV.astype(settings.dtype)
+        d_logits_LV = d_logits_LV.astype(hidden_LD.dtype)
         d_hidden_LD = multiply("LV,VD->LD", d_logits_LV, weights_VD, result=hidden_LD.dtype)
         d_matrix_VD += multiply("LV,LD->VD", d_logits_LV, hidden_LD, result=jnp.float32)
         return (sums, d_matrix_VD, d_bias_V), d_hidden_LD
@@ -212,7 +208,7 @@ def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: i
     if settings.max_logits is not None:
         return -(-logits // settings.max_logits)
     if settings.backend == "cpu":
-        return -(-logits // max(2**20, vocab_size * d_model // 2))
+        return -(-logits // max(2**20, vocab_size * d_model))
     # Bytes per chunk: an eighth of all float32 logits, within limits. With R-Drop, the gradient
     # does not overwrite the logits.
     most = min(2**30, max(2**28, logits // 2))

@@ -31,7 +31,8 @@ from transformer_jax.devices.distributed import (
 from transformer_jax.devices.sharding import check_rows, make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu_metric
-from transformer_jax.saved_models.checkpoint import checkpoint_name, load_tokenizer
+from transformer_jax.model.matmul import compute_dtype
+from transformer_jax.saved_models.checkpoint import checkpoint_name, config_of, load_tokenizer
 from transformer_jax.saved_models.model_folder import load_parameters
 from transformer_jax.settings.config import Config, DataConfig, ModelConfig, TrainingConfig
 from transformer_jax.settings.config_files import flatten, to_json
@@ -198,12 +199,19 @@ def open_run(
             config.model,
             vocab_size=tokenizer.target.vocab_size,
             source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
+            dtype=_dtype(run_dir, config.model, newest),
         )
         config = dataclasses.replace(config, model=model)
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
     leaves = jax.tree.leaves(start and start[0])
     checksum = functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), leaves, 0)
-    check_agreement({"tokenizer": tokenizer.fingerprint, "training.start_from": checksum})
+    check_agreement(
+        {
+            "tokenizer": tokenizer.fingerprint,
+            "training.start_from": checksum,
+            "model.dtype": model.dtype,
+        }
+    )
     with raise_on_any_process():
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(run_dir, config, tokenizer)
@@ -228,6 +236,13 @@ def open_run(
         state,
         progress,
     )
+
+
+def _dtype(run_dir: Workdir, model: ModelConfig, newest: int | None) -> str:
+    """Resolve ``model.dtype``. A resumed run keeps the data type of its first part."""
+    if newest is not None and model.dtype == "auto":
+        model = config_of(run_dir.checkpoints / checkpoint_name(newest)).model
+    return str(compute_dtype(model))
 
 
 def _open_corpus(run_dir: Workdir, fingerprint: str) -> Corpus:

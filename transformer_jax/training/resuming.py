@@ -65,7 +65,8 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
     return [
         Difference(name, old_flat[name], new_flat[name])
         for name in old_flat
-        if old_flat[name] != new_flat[name]
+        if new_flat[name] != old_flat[name]
+        and (name, new_flat[name]) != ("model.dtype", "auto")  # keeps the recorded choice
         and (name.startswith(_CHANGEABLE) or not name.startswith(_FREE_ON_RESUME))
         and (ends or name != "training.steps")
     ]

@@ -18,6 +18,7 @@ from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.devices.distributed import broadcast_from_first, is_first
 from transformer_jax.errors import UserError, one_line
+from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.saved_models.averaging import kept
 from transformer_jax.saved_models.checkpoint import (
     checkpoint_name,
@@ -103,7 +104,10 @@ class Checkpoints:
 
     def write_model(self, parameters: Any, steps: Sequence[int]) -> None:
         """Write the finished model, the average of these steps' checkpoints."""
-        model = self._model, self._config, parameters, self._tokenizer, steps
+        config, auto = self._config, dataclasses.replace(self._config.model, dtype="auto")
+        if config.model.dtype == compute_dtype(auto):  # other machines choose their own
+            config = dataclasses.replace(config, model=auto)
+        model = self._model, config, parameters, self._tokenizer, steps
         broadcast_from_first(lambda: write_model(*model))
 
     def _make_room(self, path: AnyPath) -> bool:

@@ -261,7 +261,7 @@ def loss_and_sums(
             dropout_key=dropout_key,
         )
     sums = smoothed_cross_entropy(
-        hidden_BTD,
+        hidden_BTD.astype(compute_dtype(config.model)),
         nnx.merge(graph, parameters).output_matrix_VD,
         batch.target_BT,
         label_smoothing=config.label_smoothing,

@@ -1,0 +1,106 @@
+"""Data types of matmuls, and mixed precision on a CPU."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.model.random_weights import random_transformer
+from transformer_jax import ModelConfig, MultiHeadAttention
+from transformer_jax.devices import machine
+from transformer_jax.model import matmul
+
+EQUATIONS = {
+    "BLD,DF->BLF": ("BLD", "DF"),
+    "BLD,DHK->BLHK": ("BLD", "DHK"),
+    "BLHK,HKD->BLD": ("BLHK", "HKD"),
+    "BTD,VD->BTV": ("BTD", "VD"),
+}
+SIZES = {"B": 2, "L": 3, "T": 3, "D": 16, "F": 24, "H": 2, "K": 8, "V": 40}
+TINY = ModelConfig(40, d_model=16, d_ff=24, num_heads=2, num_layers=1)
+
+
+def _inputs(equation: str, **changes: int) -> list[jax.Array]:
+    rng, sizes = np.random.default_rng(0), SIZES | changes
+    shapes = ([sizes[axis] for axis in axes] for axes in EQUATIONS[equation])
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+@pytest.mark.cpu("other devices have bfloat16 activations")
+@pytest.mark.parametrize("changes", [{}, {"B": 1, "L": 1, "T": 1}, {"D": 2, "F": 1, "V": 1}])
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_only_the_inputs_are_rounded(equation: str, changes: dict[str, int]) -> None:
+    """Results and both gradients are float32 sums of products of bfloat16 numbers."""
+    inputs = _inputs(equation, **changes)
+    rounded = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in inputs]
+
+    def mixed(*inputs: jax.Array) -> jax.Array:
+        return matmul.einsum(equation, *inputs, dtype=jnp.bfloat16, result=jnp.float32)
+
+    out, expected = jax.jit(mixed)(*inputs), jnp.einsum(equation, *rounded)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+    cotangent = expected.astype(jnp.bfloat16).astype(jnp.float32)
+    gradients = jax.jit(lambda *inputs: jax.vjp(mixed, *inputs)[1](cotangent))(*inputs)
+    wanted = jax.vjp(lambda *inputs: jnp.einsum(equation, *inputs), *rounded)[1](cotangent)
+    for found, each in zip(gradients, wanted, strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, each, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.cpu("other devices have bfloat16 activations")
+def test_a_model_computes_in_mixed_precision() -> None:
+    """Only matmuls with weights have bfloat16 inputs, and nothing else is bfloat16."""
+    model = random_transformer(dataclasses.replace(TINY, dtype="bfloat16"))
+    exact = random_transformer(dataclasses.replace(TINY, dtype="float32"))
+    source, target = (np.full((2, length), 5, np.int32) for length in (5, 4))
+    traced = str(jax.make_jaxpr(lambda *inputs: model(*inputs))(source, target))
+    lines = [line for line in traced.splitlines() if "bf16" in line]
+    assert lines
+    operations = {line.split(" = ")[1].split("[")[0].split()[0] for line in lines if " = " in line}
+    assert operations <= {
+        "convert_element_type",
+        "reshape",
+        "dot_general",
+        "custom_vjp_call",
+        "pjit",
+    }
+    np.testing.assert_allclose(model(source, target), exact(source, target), atol=0.1)
+
+
+@pytest.mark.cpu("auto is bfloat16 elsewhere")
+@pytest.mark.parametrize(
+    ("flags", "precision", "dtype"),
+    [
+        ({"avx512f", "amx_bf16"}, None, jnp.bfloat16),
+        ({"avx512f", "avx512_bf16"}, None, jnp.float32),
+        (set(), None, jnp.float32),
+        ({"amx_bf16"}, "highest", jnp.float32),
+    ],
+)
+def test_auto_is_bfloat16_on_cpus_with_amx(
+    flags: set[str], precision: str | None, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: flags)
+    with jax.default_matmul_precision(precision):
+        assert matmul.compute_dtype(ModelConfig()) == dtype
+        assert matmul.compute_dtype(dataclasses.replace(TINY, dtype="float32")) == jnp.float32
+        assert matmul.compute_dtype(dataclasses.replace(TINY, dtype="bfloat16")) == jnp.bfloat16
+        assert matmul.activation_dtype(ModelConfig()) == jnp.float32
+
+
+def test_flags_of_the_processor() -> None:
+    assert all(flag == flag.lower() and flag for flag in machine.cpu_flags())
+
+
+@pytest.mark.cpu("other devices have bfloat16 activations")
+def test_attention_keeps_float32_activations() -> None:
+    layer = MultiHeadAttention(16, 2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x = _inputs("BLD,DF->BLF")[0]
+    assert layer(x).dtype == jnp.float32
+    assert layer(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
