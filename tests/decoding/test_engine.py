@@ -345,3 +345,17 @@ def test_the_loop_copies_no_cache_and_writes_logits_once():
         and "dynamic-update-slice" not in name
     ]
     assert len(written) == 1, written
+
+
+@pytest.mark.cpu("elsewhere sums may be taken in another order")
+def test_mixed_precision_does_not_depend_on_the_batch():
+    """Each row's matmuls and its rounded inputs are its own."""
+    model = make_model(0, dataclasses.replace(MODEL, dtype="bfloat16"))
+    sentences = [
+        Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + i % 9).tolist()) for i in range(24)
+    ]
+    engine = Engine(model, dataclasses.replace(CONFIG, batch_size=8))
+    whole = engine.search(sentences)
+    order = np.random.default_rng(0).permutation(len(sentences))
+    assert engine.search([sentences[i] for i in order]) == [whole[i] for i in order]
+    assert [engine.search([sentence])[0] for sentence in sentences[:4]] == whole[:4]
