@@ -32,6 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from transformer_jax.devices.machine import cpu_flags
+
 ROOT = Path(__file__).resolve().parents[1]
 Answer = dict[str, Any]
 Engine = Callable[[], Answer]  # runs one turn
@@ -136,12 +138,21 @@ def parser(text: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def processor() -> str:
+    """Describe the processor: its name, and those of its instruction sets that matmuls use."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "CPU")
+    wide = sorted(x for x in cpu_flags() if x.startswith(("avx2", "avx512", "avx_vnni", "amx")))
+    return f"{name} ({', '.join(wide)})"
+
+
 def finish(table: Table, found: Any, arguments: argparse.Namespace) -> None:
-    """Print the table, and write it and all results to ``--output``."""
+    """Print the table and the processor, and write them and all results to ``--output``."""
     if arguments.output:
-        report = {"table": table, "settings": vars(arguments), "found": found}
+        report = {"table": table, "settings": vars(arguments), "processor": processor()}
+        report["found"] = found
         arguments.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
-    print(markdown(table))
+    print(f"{markdown(table)}\n\n{arguments.threads} cores of {processor()}")
 
 
 def main() -> None:
