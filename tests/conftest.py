@@ -104,6 +104,9 @@ os.environ |= {
 STARTED = [str(Path(__file__).with_name("started")), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, STARTED))
 
+# Programs that tests start buffer their output, as they do for users.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # The first import of a module compiles it to bytecode; that takes 13 s of CPU time in total. If all
 # tests run, each worker starts with different packages, so that few modules are compiled twice.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests load only models that they saved

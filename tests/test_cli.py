@@ -1,6 +1,7 @@
 """Behavior common to all programs: exit status, messages, signals, flags and help."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,8 @@ from transformer_jax.cli import flag_values, parse_flags, run_program
 from transformer_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "transformer_jax"
+MAINS = [f"{file.parent.name}.__main__" for file in sorted(PACKAGE.glob("*/__main__.py"))]
 
 
 def fail(error: BaseException) -> None:
@@ -101,6 +104,57 @@ sys.exit(run_program(main))
         assert (done.returncode, done.stderr) == (141, "a message\n")
     else:
         assert done.returncode == 2 and "error: No space left on device" in done.stderr
+
+
+OUTPUTS = [  # of every program, some shorter than the buffer and some longer
+    "parsing.__main__ score --gold tree --parses tree",
+    "parsing.__main__ restore --words words --sequences sequences",
+    "parsing.__main__ restore --words many --sequences many",
+    *(f"{name} --help" for name in (*MAINS, "report.heat_maps")),
+]
+
+
+@pytest.mark.parametrize(("kind", "status"), [("full", 2), ("gone", 141), ("open", 0)])
+def test_every_program_ends_with_an_error_if_its_output_is_lost(
+    kind: str, status: int, tmp_path: Path
+) -> None:
+    """Also if the output was still buffered. The programs run in one process, to save time."""
+    code = """
+import importlib, json, os, sys
+
+found, stdout = {}, os.dup(1)
+for line in json.loads(sys.argv[1]):
+    module, *flags = line.split()
+    os.dup2(stdout, 1)
+    sys.stdout = open(1, "w", closefd=False)
+    try:
+        found[line] = importlib.import_module(f"transformer_jax.{module}").main(flags)
+    except SystemExit as end:
+        found[line] = end.code
+    sys.stdout.flush()  # as at exit, where an error would change the status to 120
+print(json.dumps(found), file=sys.stderr)
+"""
+    (tmp_path / "tree").write_text("(S (NN dog))\n")
+    (tmp_path / "words").write_text("dog\n")
+    (tmp_path / "sequences").write_text("(S XX )S\n")
+    (tmp_path / "many").write_text("XX\n" * 9999)
+    read, write = os.pipe()
+    os.close(read)
+    broken = open(write, "w")  # noqa: SIM115
+    with broken, open("/dev/full" if kind == "full" else os.devnull, "w") as other:
+        done = subprocess.run(
+            [sys.executable, "-c", code, json.dumps(OUTPUTS)],
+            stdout=broken if kind == "gone" else other,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+    *messages, last = done.stderr.splitlines()
+    assert json.loads(last) == dict.fromkeys(OUTPUTS, status), done.stderr
+    errors = [message for message in messages if message.startswith("error: ")]
+    assert len(errors) == (len(OUTPUTS) if kind == "full" else 0)
+    assert all("No space left on device; check" in error for error in errors)
 
 
 @dataclass(frozen=True)

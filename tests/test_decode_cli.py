@@ -22,9 +22,10 @@ from random_models import write_run
 
 from transformer_jax.decoding import __main__ as program
 from transformer_jax.decoding import ensemble
-from transformer_jax.decoding.program import checked_flags
+from transformer_jax.decoding.program import Files, ScoringFlags, checked_flags
 from transformer_jax.decoding.records import Results
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import (
     Config,
@@ -422,6 +423,36 @@ def test_an_input_is_never_the_output(workdir, tmp_path, flags, redirection):
     message = f"error: --output '{name}' is also an input; expected another file.\n"
     assert (done.returncode, done.stderr.decode()) == (2, message)
     assert (tmp_path / "x").read_bytes() == TEXT
+
+
+INPUTS = [
+    field.name
+    for field in (*dataclasses.fields(Files), *dataclasses.fields(ScoringFlags))
+    if field.type == "str | None" and field.name not in ("output", "bleu_tokenize")
+]
+
+
+@pytest.mark.parametrize("flag", INPUTS)
+def test_the_file_of_every_input_flag_is_never_the_output(workdir, tmp_path, monkeypatch, flag):
+    """Also together with other inputs and by another name. Nothing is written."""
+    assert INPUTS == ["input", "reference", "score"]
+    monkeypatch.chdir(tmp_path)
+    for name in (*INPUTS, "x"):
+        Path(name).write_bytes(TEXT)
+    Path("hard").hardlink_to("x")
+    Path("soft").symlink_to("x")
+    others = [text for name in INPUTS if name != flag for text in (f"--{name}", name)]
+    for name, output in (
+        *(("x", "x"), ("x", "./x"), ("soft", "x"), ("x", "soft"), ("hard", "x"), ("x", "hard")),
+        (f"file://{tmp_path}/x", "x"),
+    ):
+        for given in ([], others):
+            with pytest.raises(UserError, match=f"^--output '{output}' is also an input; expect"):
+                argv = ["--workdir", str(workdir), *given, f"--{flag}", name, "--output", output]
+                checked_flags(argv)
+    argv = ["--workdir", str(workdir), *others, f"--{flag}", "x", "--output", flag]
+    assert checked_flags(argv)[0].files.output == flag  # exists, but is not an input here
+    assert {path.read_bytes() for path in tmp_path.iterdir()} == {TEXT}
 
 
 def test_an_input_that_grows_is_reported(decode, expected, tmp_path, monkeypatch):

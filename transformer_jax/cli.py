@@ -41,7 +41,11 @@ def run_program(work: Callable[[], int | None]) -> int:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger("transformer_jax").setLevel(logging.INFO)
     try:
-        status = work() or 0
+        try:
+            status = work() or 0
+        except SystemExit:  # of --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from transformer_jax.data.files import expanded
 from transformer_jax.data.sources import ParallelText, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import PairsConfig
+from transformer_jax.storage.files import to_path
 
 SOURCES, TARGETS = ("part-*.en", "extra.en"), ("part-*.de", "extra.de")
 
@@ -50,6 +52,32 @@ def test_a_file_whose_name_looks_like_a_glob(folder):
     assert list(read_pairs(config, str(folder))) == [("literally", "literally")]
     with pytest.raises(UserError, match="does not match any files"):
         ParallelText(PairsConfig("text", *[("a[1].en",)] * 2), str(folder))
+
+
+@pytest.mark.parametrize("name", ["wmt[14]", "wmt*", "wmt?", "[!x]mt1", "**", "{wmt1,wmt4}", "a[b"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_root_whose_name_looks_like_a_glob(name, remote, tmp_path):
+    """Only names, not the folder or URL from which they start, are globs."""
+    base = to_path(f"memory:/{tmp_path}") if remote else tmp_path
+    for folder in (name, f"{name}/more", "wmt1", "wmt4", "ab"):
+        (base / folder).mkdir(parents=True, exist_ok=True)
+        for part in ("part-1.en", "part-2.en", "part-[3].en", "x.en"):
+            (base / folder / part).write_text(f"{folder}/{part}\n")
+    root = str(base / name)
+    for given, expected in (
+        ("part-?.en", ["part-1.en", "part-2.en"]),
+        ("part-[12].en", ["part-1.en", "part-2.en"]),
+        ("part-*.en", ["part-1.en", "part-2.en", "part-[3].en"]),
+        ("part-[3].en", ["part-[3].en"]),  # an existing file
+        ("more/x*", ["more/x.en"]),
+        ("*/x.en", ["more/x.en"]),
+        ("**/x.en", ["more/x.en", "x.en"]),
+    ):
+        for files in (expanded(given, root), expanded(given, f"{root}/")):
+            found = [file.read_text().removesuffix("\n") for file in files]
+            assert found == [f"{name}/{each}" for each in expected], given
+    with pytest.raises(UserError, match="does not match any files"):
+        expanded("none*", root)
 
 
 def test_globs_that_match_nothing_or_different_numbers_of_files(folder):

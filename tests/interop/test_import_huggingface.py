@@ -18,6 +18,7 @@ import torch
 import transformers  # its classes are imported on first use, which takes 3 s
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from transformers.activations import ACT2CLS
 
 from transformer_jax.decoding.segments import split
 from transformer_jax.decoding.translator import Translator
@@ -205,6 +206,37 @@ def test_logits_agree_and_new_tokens_get_no_probability(
         ours = logits(model, source_BS, target_BT)[0, : len(target_ids)]
         np.testing.assert_allclose(ours[:, columns], expected, atol=1e-4)
         assert np.delete(ours, columns, axis=1).max() < ours.max() - 80
+
+
+@pytest.mark.cpu("an imported model computes in bfloat16 elsewhere")
+@pytest.mark.parametrize("name", ACT2CLS)
+def test_logits_agree_for_every_name_of_an_activation(name, marian, tmp_path, logits) -> None:
+    """Names of unsupported activations are errors."""
+    shutil.copytree(marian, folder := tmp_path / "folder")
+    _change_config(activation_function=name)(folder)
+    if name not in ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish"):
+        with pytest.raises(UserError, match=f"activation_function in .* is '{name}'; expected"):
+            import_huggingface(folder)
+        return
+
+    def spread(tensors: dict[str, np.ndarray]) -> None:
+        """Give the activations inputs where they differ most, and weight their outputs."""
+        for each, tensor in tensors.items():
+            tensor *= 3 if ".fc1." in each or ".fc2.weight" in each else 1
+
+    _change_tensors(spread)(folder)
+    theirs = transformers.MarianMTModel.from_pretrained(folder).eval()
+    _, model, tokenizer = import_huggingface(folder)
+    pieces = tokenizer.source.tokens(range(tokenizer.source.vocab_size))
+    ours_of = np.array(_columns(marian, pieces))
+    start = theirs.config.decoder_start_token_id
+    source_BS, target_BT = np.random.default_rng(0).integers(2, start, (2, 3, 9))
+    inputs_BT = np.insert(target_BT, 0, start, axis=1)[:, :-1]
+    with torch.no_grad():
+        given = {"input_ids": source_BS, "decoder_input_ids": inputs_BT}
+        expected = theirs(**{name: torch.tensor(ids) for name, ids in given.items()}).logits
+    ours_BTV = logits(model, ours_of[source_BS], ours_of[target_BT])
+    np.testing.assert_allclose(ours_BTV[..., ours_of], expected, atol=2e-5)
 
 
 @pytest.mark.cpu("an imported model computes in bfloat16 elsewhere")

@@ -434,6 +434,44 @@ def test_round_trip_through_pytorch(
     assert all(path[-1] == "bias" and not x[...].any() for path, x in returned.items())
 
 
+@pytest.mark.parametrize("tied", ["all", "embeddings", "target", "none"])
+@pytest.mark.parametrize("positions", ["interleaved", "learned"])
+def test_all_weights_train_in_pytorch_and_are_tied_as_ours(tied: str, positions: str) -> None:
+    """Each matrix is one Parameter with its own memory, and the modules are in training mode."""
+    sizes = {"vocab_size": V, "d_model": D, "d_ff": 48, "num_heads": H, "num_layers": 1}
+    fields = {"tie_embeddings": tied, "softmax_bias": tied == "none", "max_positions": 16}
+    model = random_transformer(ModelConfig(**sizes, **fields, positions=positions, dtype="float32"))
+    before = jax.tree.map(np.array, nnx.state(model, nnx.Param))
+    there = to_torch(model)
+    theirs = Seq2Seq(there)
+    assert all(module.training for module in theirs.modules())
+    matrices = [there.source_embedding.weight, there.target_embedding.weight, there.output.weight]
+    source, target, output = map(id, matrices)
+    ties = {"all": (True, True), "embeddings": (True, False), "target": (False, True)}
+    assert (source == target, target == output) == ties.get(tied, (False, False))
+    assert source != output or tied == "all"
+
+    loss, _ = their_loss(theirs)
+    loss.backward()
+    named = dict(theirs.named_parameters())
+    assert {name for name, x in named.items() if not x.requires_grad or x.grad is None} == set()
+    memory = [x.data_ptr() for x in named.values()]
+    assert len({*memory}) == len(named)
+    number = sum(x.size for x in jax.tree.leaves(before))
+    tables = 0 if positions == "interleaved" else sum(x.numel() for x in {*there.positions})
+    zeros = [name for name, x in named.items() if name.endswith("bias") and not x.any()]
+    lacking = sum(named[name].numel() for name in zeros)  # biases that our model does not have
+    assert sum(x.numel() for x in named.values()) + tables - lacking == number
+
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    after = nnx.state(from_torch(**there._asdict(), dtype="float32"), nnx.Param)
+    returned = dict(nnx.to_flat_state(after))
+    for path, x in nnx.to_flat_state(before):
+        moved = np.abs(returned[path][...] - x[...]).max()
+        assert (moved > 1e-6) == ("position_matrix" not in path), path  # not a Parameter
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), before)  # a copy
+
+
 def test_a_layer_without_a_bias_gets_zeros(logits: Callable[..., np.ndarray]) -> None:
     given = parts()
     given.transformer.encoder.layers[1].linear2.bias = None

@@ -29,15 +29,19 @@ def run(command: str) -> int:
     return main(command.split())
 
 
-@pytest.mark.parametrize("output", ["b", "linked"])
+@pytest.mark.parametrize("ending", ["words", "sequences", "mrg"])
+@pytest.mark.parametrize("output", ["b", "linked", "symlink"])
 def test_cleaned_trees_do_not_overwrite_a_treebank(
-    folder: Path, capsys: pytest.CaptureFixture[str], output: str
+    folder: Path, capsys: pytest.CaptureFixture[str], output: str, ending: str
 ) -> None:
-    (folder / "linked.mrg").hardlink_to(folder / "b.mrg")
-    before = (folder / "b.mrg").read_text()
-    assert run(f"prepare --trees a.mrg.gz b.mrg --output {output}") == 2
-    assert f"{output}.mrg' is also an input; expected another file" in capsys.readouterr().err
-    assert (folder / "b.mrg").read_text() == before
+    """A failed command writes none of its three files."""
+    given = (folder / "b.mrg").rename(folder / f"b.{ending}")
+    (folder / f"linked.{ending}").hardlink_to(given)
+    (folder / f"symlink.{ending}").symlink_to(given)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert run(f"prepare --trees a.mrg.gz {given.name} --output {output}") == 2
+    assert f"{output}.{ending}' is also an input; expected another" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_round_trip_from_trees_to_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +79,24 @@ def test_malformed_sequences_are_restored_and_counted(
     (folder / "restored.mrg").write_text(out)  # can be scored, including the empty tree
     assert run("score --gold restored.mrg --parses restored.mrg") == 0
     assert "3 sentences" in capsys.readouterr().out
+
+
+def test_each_kind_of_malformed_sequence_counts_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    malformed = [
+        *("", "XX", "XX XX XX", "(S XX XX", "XX XX )S", "(S XX XX )NP", "(S XX XX )S )S"),
+        *("( XX XX )", "(S (NP )NP XX XX )S", "(S (NP XX )S XX )NP", "XX XX (S )S", "() XX XX"),
+        *("((S XX XX )S", "(S) XX XX", "#0 NNP", "(S #0 NNP #1 NNP", "(S (NP )NP #0 A #1 B )S"),
+    ]
+    right = ["XX XX", "(S XX XX )S", "(S (NP XX )NP (NP XX )NP )S", "(S #0 NNP #1 NNP )S"]
+    lines = [*malformed, *right]
+    (folder / "words").write_text("It barks\n" * len(lines))
+    (folder / "sequences").write_text("".join(f"{line}\n" for line in lines))
+    assert run("restore --words words --sequences sequences --output restored") == 0
+    err = capsys.readouterr().err
+    assert err == f"{len(lines)} trees, {len(malformed)} from malformed sequences.\n"
+    assert (folder / "restored").read_text().count("\n") == len(lines)
 
 
 def test_restore_writes_its_output_atomically(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,24 @@ def test_any_sequence_gives_a_tree_and_malformed_ones_are_detected(
     assert faultless == (
         parse.sequence() == " ".join("XX" if token == "?" else token for token in tokens)
     )
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_every_short_sequence_is_well_formed_only_if_its_tree_has_that_sequence(count: int) -> None:
+    """All sequences of up to five tokens, also with numbers. Restored trees nest and are whole."""
+    words = [f"w{i}" for i in range(count)]
+    well_formed = set()
+    for length in range(6):
+        for tokens in product(["(S", "(NP", ")S", ")NP", "XX", "("], repeat=length):
+            parse, faultless = from_sequence(words, sequence := " ".join(tokens))
+            assert faultless == (parse.sequence() == sequence), sequence
+            assert all(0 <= c.start < c.end <= count for c in parse.constituents), sequence
+            if faultless:
+                well_formed.add(sequence)
+            if "XX" in tokens:
+                numbered = [f"#{n} NNP" if t == "XX" else t for n, t in enumerate(tokens)]
+                assert from_sequence(words, " ".join(numbered)) == (parse, faultless), sequence
+    assert len(well_formed) == (1, 7, 7)[count]
 
 
 def test_traces_function_tags_and_the_root_are_removed(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from transformer_jax.report.runs import Run
 from transformer_jax.settings.config_files import to_json
 
 SVG = "{http://www.w3.org/2000/svg}"
+DIFF = ("del", "ins")
 BLUE, ORANGE = "#1f77b4", "#ff7f0e"  # the first two colors of matplotlib's default style
 TRAIN = {  # step: values; the last step is not the best
     1: {"loss": 9.0, "perplexity": 1000.0, "learning_rate": 0.001, "gradient_norm": 100.0},
@@ -196,6 +197,43 @@ def test_settings_are_in_the_column_of_their_run_and_the_default_is_last(tmp_pat
     assert settings["training.eval_every"] == ["3", "3", default]
     [before, *others] = re.findall(r"<details( open)?>", page)
     assert before == " open" and not any(others)  # the differences
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.0, 0.0), (0.0, 2.0, 0.0), (3.0, 0.0, 4.0)])
+def test_zero_is_a_value_and_null_is_none(tmp_path, values):
+    """In every curve, result and setting. Null, a value that is not finite, is left out."""
+    train = ("loss", "perplexity", "learning_rate", "gradient_norm", "tokens_per_second")
+    both = [("train", name) for name in train]
+    both += [("dev", f"dev_{name}") for name in ("loss", "perplexity", "bleu")]
+    config = dataclasses.replace(Config(), model=dataclasses.replace(Config().model, dropout=0.0))
+    run = write_run(tmp_path / "a", config=config, test={"bleu": 0.0}, train_seconds=0, few=[0, 0])
+    above = dict.fromkeys(("perplexity", "dev_perplexity", "gradient_norm"), 1)  # log scales
+
+    def plus(value: float | None, name: str) -> float | None:
+        return None if value is None else value + above.get(name, 0)
+
+    entries = [
+        {"kind": kind, "step": step, "time": 1.8e9, name: plus(value, name)}
+        for step, value in zip((0, 1, 2, 4), (values[0], None, *values[1:]), strict=True)
+        for kind, name in both
+    ]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    page = report(tmp_path, [run])
+    found = charts(page)
+    assert len(found) == 6
+    for title, (picture, alt) in found.items():
+        shown = [each for each in both if each[1].replace("_", " ").endswith(title.lower())]
+        last = [(kind, plus(values[-1], name)) for kind, name in shown]
+        said = [f"{run} ({kind}): {value:g} at step 4" for kind, value in last]
+        assert shown and alt == f"{title} by step. {'; '.join(said)}."
+        assert [len(points) for *_, points in lines(picture)] == [3] * len(shown)
+    results = rows(page, "results")
+    assert results["loss"] == results["dev_bleu"] == [f"{values[-1]:g}"]
+    assert results["best dev_loss"] == [f"{min(values):g}"]
+    assert results["best dev_bleu"] == [f"{max(values):g}"]
+    assert (results["test.bleu"], results["train_seconds"]) == (["0"], ["0"])
+    assert results["few"] == ["0, 0"]
+    assert rows(page, "settings")["model.dropout"] == ["0", f"{Config().model.dropout:g}"]
 
 
 @pytest.fixture
@@ -411,6 +449,32 @@ def test_words_missing_from_a_translation_precede_words_it_adds(tmp_path):
     page = render([Run("r", tmp_path, Config(), [], translations=pairs)]).decode()
     assert "a <del>man</del> <ins>dog</ins> sleeps <del>here</del>" in page
     assert "<del>missing</del>, <ins>added</ins>" in page  # the legend
+
+
+@pytest.mark.parametrize("blank", [" ", ""], ids=["words", "characters"])
+@pytest.mark.parametrize("length", [9, 201, 600])
+def test_only_differences_are_marked_however_long_the_lines(tmp_path, length, blank):
+    """Few distinct words or characters, each of them frequent, as in Chinese."""
+    units = "的一是不了人我在有他"
+    text = [units[i] for i in np.random.default_rng(length).integers(0, 10, length)]
+    middle = length // 2
+    edits = {  # translation: what it lacks, what it adds
+        "equal": (text, [], []),
+        "changed": ([*text[:middle], "新", *text[middle + 1 :]], [text[middle]], ["新"]),
+        "first": (["新", *text], [], ["新"]),
+        "last": ([*text, "新"], [], ["新"]),
+        "shorter": (text[:-5], [blank.join(text[-5:])], []),
+    }
+    for name, (translated, lacks, adds) in edits.items():
+        pairs = {(name, blank.join(text)): blank.join(translated)}
+        page = render([Run("r", tmp_path, Config(), [], translations=pairs)]).decode()
+        [card] = re.findall("<article>.*?</article>", page, re.DOTALL)
+        [diff] = re.findall(r"<dt>r</dt>\s*<dd[^>]*>(.*?)</dd>", card, re.DOTALL)
+        marked = [[part.strip() for part in re.findall(f"<{t}>(.*?)</{t}>", diff)] for t in DIFF]
+        assert marked == [lacks, adds]
+        for tag, whole in zip(reversed(DIFF), (text, translated), strict=True):
+            kept = re.sub(f"<{tag}>.*?</{tag}>", "", diff).replace(" ", "")
+            assert re.sub("<.*?>", "", kept).strip() == "".join(whole)
 
 
 def test_numbers_of_a_report_have_six_digits(tmp_path):

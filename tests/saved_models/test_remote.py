@@ -23,7 +23,7 @@ from transformer_jax.saved_models.checkpoint import complete_steps
 from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.saved_models.remote_workdir import local_workdir
 from transformer_jax.settings.config import Config, PairsConfig, TokenizerConfig
-from transformer_jax.storage.files import remote_path
+from transformer_jax.storage.files import files_in, remote_path
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
@@ -136,6 +136,28 @@ def test_the_url_and_readers_have_the_files_of_the_run(saved, store):
     assert files(local_workdir(URL)) == stored() == files(saved.folder)
     assert (read / "corpus" / "tokens").exists()
     assert not any("corpus" in path for path in store.find("/bucket"))
+
+
+@pytest.mark.parametrize("name", ["run[12]", "run*", "run?", "{run1,run2}"])
+def test_a_url_whose_name_looks_like_a_glob_is_one_run(store, name):
+    """Mirroring deletes checkpoints and files from the run alone, not from runs that match it."""
+    other, ours = Workdir("memory://bucket/run1"), Workdir(f"memory://bucket/{name}")
+    for workdir in (other, ours):
+        for step in (2, 4):
+            checkpoint(workdir, step, f"array {step}")
+        (workdir.folder / "config.json").write_text("{}")
+        (workdir.folder / "tokenizer.model").write_text("model")
+        workdir.claim()
+        push(workdir)
+    shutil.rmtree(ours.folder / "checkpoints/00000002")
+    (ours.folder / "tokenizer.model").unlink()
+    push(ours)
+    for workdir in (other, ours):
+        names = [each for each in files_in(workdir.store) if "/." not in f"/{each}"]
+        there = {each: (workdir.store / each).read_bytes() for each in names}
+        assert there == files(workdir.folder)
+    assert {"tokenizer.model", "checkpoints/00000002/state/array"} <= {*files(other.folder)}
+    assert complete_steps(local_workdir(f"memory://bucket/{name}") / "checkpoints") == [4]
 
 
 def test_the_manifest_is_copied_last(saved, store, monkeypatch):

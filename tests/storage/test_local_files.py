@@ -15,12 +15,15 @@ from transformer_jax.errors import UserError
 from transformer_jax.storage import files
 from transformer_jax.storage.files import (
     cache_folder,
+    check_not_input,
     copy_folder,
     files_in,
     is_url,
     local_path,
     locked,
+    remove_file,
     remove_folder,
+    to_path,
     write_atomically,
 )
 
@@ -125,3 +128,50 @@ def test_paths_and_urls(tmp_path, monkeypatch) -> None:
         *(False, False, False),
     ]
     assert local_path("~/x") == tmp_path / "x" and local_path("x") == Path(os.getcwd(), "x")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_output_is_no_input_by_any_name(place, tmp_path, monkeypatch) -> None:
+    """The input can have any of these names, too, and any place among the inputs."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("x").write_text("text")
+    Path("other").write_text("text")
+    Path("hard").hardlink_to("x")
+    Path("soft").symlink_to("x")
+    Path("twice").symlink_to("soft")
+    Path("beside").symlink_to(tmp_path)
+    with open("x") as opened:
+        names = ["x", "./x", "folder/../x", str(tmp_path / "x"), "beside/x", "hard", "soft"]
+        names += ["twice", "beside/hard", f"/dev/fd/{opened.fileno()}"]
+        urls = [f"file://{tmp_path}/x", f"file://{tmp_path}/hard", f"local://{tmp_path}/soft"]
+        for given in (*names, *urls):
+            inputs: list[str | None] = [None, "other", "", "missing", "memory://x", "/dev/null"]
+            inputs.insert(place, given)
+            for output in names:
+                with pytest.raises(UserError, match=f"^--output '{output}' is also an input; exp"):
+                    check_not_input(output, *inputs)
+            for output in ("folder/x", "other.copy", "/dev/null", "folder"):
+                check_not_input(output, *inputs)
+
+
+@pytest.mark.parametrize("name", ["run[12]", "run*", "run?", "[!x]un1", "**", "{run1,run2}"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_folders_may_have_names_that_are_globs(name, remote, tmp_path) -> None:
+    """Only the folder and the file of that name are listed, copied and deleted."""
+    base = to_path(f"memory:/{tmp_path}") if remote else tmp_path
+    for folder in (name, "run1", "run2"):
+        for file in ("a", "b", "state/a"):
+            (base / folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (base / folder / file).write_text(folder)
+    assert files_in(base / name) == ["a", "b", "state/a"]
+    copy_folder(base / name, base / f"{name}copy")
+    assert (base / f"{name}copy" / "state/a").read_text() == name
+    remove_folder(base / f"{name}copy")
+    remove_file(base / name / "a")
+    remove_file(base / name / "a")  # nothing to delete
+    others = [f"{folder}/{file}" for folder in ("run1", "run2") for file in ("a", "b", "state/a")]
+    assert files_in(base) == sorted([f"{name}/b", f"{name}/state/a", *others])
+    remove_folder(base / name)
+    remove_folder(base / name)
+    assert files_in(base) == others

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from transformer_jax.errors import UserError
-from transformer_jax.storage.files import AnyPath, is_url, kind_of, to_path
+from transformer_jax.storage.files import AnyPath, is_url, kind_of, remote_path, to_path
 
 
 def expanded(name: str, root: str = "") -> list[AnyPath]:
@@ -23,10 +23,12 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     path = to_path(full)
     if not glob.has_magic(name) or kind_of(path):
         return [path]
+    pattern = name if is_url(name) else os.path.join(glob.escape(root), name)
     if isinstance(path, Path):
-        found = glob.glob(os.path.join(glob.escape(root), name), recursive=True)
+        found = glob.glob(pattern, recursive=True)
     else:
-        found = [path.fs.unstrip_protocol(match) for match in path.fs.glob(path.path)]
+        matches = path.fs.glob(remote_path(pattern).path)
+        found = [path.fs.unstrip_protocol(match) for match in matches]
     files = [file for file in map(to_path, sorted(found)) if kind_of(file) == "file"]
     if not files:
         start = f" Relative names start from data.root = {root!r}." if root else ""

@@ -56,9 +56,11 @@ class Prepare:
                 f"No trees found in {' '.join(self.trees)}; expected trees in Penn format."
             )
         stem = Path(self.output)
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        for ending, lines in (("words", words), ("sequences", sequences), ("mrg", trees)):
+        outputs = {"words": words, "sequences": sequences, "mrg": trees}
+        for ending in outputs:
             check_not_input(f"{stem}.{ending}", *self.trees)
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for ending, lines in outputs.items():
             write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
         said = f"{stem}.words, .sequences and .mrg: {len(trees)} trees with {num_words} words."
         print(said, file=sys.stderr)

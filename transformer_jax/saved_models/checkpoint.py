@@ -36,6 +36,7 @@ from transformer_jax.storage.files import (
     AnyPath,
     files_in,
     is_checkpoint,
+    remove_file,
     remove_folder,
     write_atomically,
 )
@@ -146,7 +147,7 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
 def delete_checkpoint(folder: AnyPath) -> None:
     """Delete a checkpoint or model, manifest first: a half-deleted one does not look complete."""
     if not (isinstance(folder, Path) and folder.is_symlink()):
-        (folder / MANIFEST).unlink(missing_ok=True)
+        remove_file(folder / MANIFEST)
     remove_folder(folder)
 
 

@@ -34,6 +34,7 @@ from transformer_jax.storage.files import (
     kind_of,
     locked,
     remote_path,
+    remove_file,
 )
 from transformer_jax.tokenization.tokenizer import TOKENIZER_FILES
 
@@ -98,7 +99,7 @@ def mirror_files(
         copy_file(source / name, target / name)
     for name in set(_small_files(target)).difference(names):
         if isinstance(target, Path) or name in TOKENIZER_FILES:  # other files may not be ours
-            (target / name).unlink()
+            remove_file(target / name)
 
 
 def mirror_checkpoints(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import importlib
 import logging
 import os
@@ -69,8 +70,10 @@ def existing_folder(workdir: str | Path) -> Path:
 
 def check_not_input(output: str, *inputs: str | None) -> None:
     """Raise ``UserError`` if a file to be written is one of the inputs, perhaps by another name."""
-    for name in filter(os.path.isfile, filter(None, inputs)):
-        if os.path.isfile(output) and os.path.samefile(name, output):
+    paths = map(to_path, filter(None, inputs))
+    local = [path for path in paths if isinstance(path, os.PathLike)]  # file:// URLs too
+    for path in filter(os.path.isfile, local):
+        if os.path.isfile(output) and os.path.samefile(path, output):
             raise UserError(f"--output {output!r} is also an input; expected another file.")
 
 
@@ -224,9 +227,22 @@ def remove_folder(folder: AnyPath) -> None:
         if folder.is_symlink():
             folder.unlink()
         shutil.rmtree(folder, ignore_errors=True)
-        return
+    else:
+        _remove(folder, recursive=True)
+
+
+def remove_file(file: AnyPath) -> None:
+    """Delete a file if it exists."""
+    if isinstance(file, Path):
+        file.unlink(missing_ok=True)
+    else:
+        _remove(file, recursive=False)
+
+
+def _remove(path: UPath, *, recursive: bool) -> None:
     with suppress(FileNotFoundError):
-        folder.fs.rm(folder.path, recursive=True)
+        # fsspec takes the path as a glob, so a folder named run[12] would be run1 and run2.
+        path.fs.rm(glob.escape(path.path), recursive=recursive)
 
 
 @contextmanager
