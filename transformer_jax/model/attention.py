@@ -106,12 +106,13 @@ class Projection(nnx.Einsum):
         if use_bias:  # created here, because nnx.Einsum would use a random key for zeros
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project ``x``. On a CPU, the result has the data type of ``x``."""
-        if x.dtype == self.dtype or jax.default_backend() != "cpu":
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        """Project ``x``. In mixed precision on a CPU, the result is float32."""
+        low, backend = self.dtype == jnp.bfloat16, jax.default_backend()
+        if not low or x.dtype != jnp.float32 or backend != "cpu":
             return super().__call__(x)
         kernel, bias = self.kernel[...], self.bias
-        y = einsum(self.einsum_str, x, kernel, dtype=self.dtype, result=x.dtype)
+        y = einsum(self.einsum_str, x, kernel, dtype=jnp.bfloat16, result=jnp.float32)
         return y if bias is None else y + jnp.broadcast_to(bias[...], y.shape)
 
 

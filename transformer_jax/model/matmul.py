@@ -27,9 +27,8 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
-    fast = not _on_cpu() or (
-        "amx_bf16" in cpu_flags() and jax.config.jax_default_matmul_precision is None
-    )
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    fast = not _on_cpu() or ("amx_bf16" in cpu_flags() and precision is None)
     return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
 
 

@@ -238,7 +238,7 @@ def open_run(
     )
 
 
-def _dtype(run_dir: Workdir, model: ModelConfig, newest: int | None) -> str:
+def _dtype(run_dir: Workdir, model: ModelConfig, newest: int | None) -> Any:
     """Resolve ``model.dtype``. A resumed run keeps the data type of its first part."""
     if newest is not None and model.dtype == "auto":
         model = config_of(run_dir.checkpoints / checkpoint_name(newest)).model

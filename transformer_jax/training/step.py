@@ -63,7 +63,7 @@ class StepMetrics(NamedTuple):
 # ReLU and sum gradients in the same kernel. Results of merged matmuls would have to be split again.
 # Several collectives may run at once, so that the first starts in the middle of the backward pass.
 # On CPUs, the new state then overwrites the old one without a copy.
-COMPILER_OPTIONS = {
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
     "gpu": {
         "xla_gpu_dot_merger_threshold_mb": 0,
