@@ -26,8 +26,8 @@ than the source. Our engine uses each sentence's length, Hugging Face the longes
 CTranslate2 the longest in the file. Token counts are from each engine's best outputs, EOS included.
 
 The length penalty is length^0.6 in every engine (ours with ``length_offset`` 0). ``ours`` computes
-in the data type that ``model.dtype`` auto chooses. CTranslate2 runs on CPUs, in float32, bfloat16
-or int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
+in the data type that ``model.dtype`` auto chooses. CTranslate2 runs on CPUs, in float32 or
+int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -251,7 +251,6 @@ def huggingface(job: Answer, ids: Ids) -> Search:
 
 OTHERS: dict[str, Callable[[Answer, Ids], Search]] = {
     "ctranslate2": partial(ctranslate2, compute_type="float32"),
-    "ctranslate2_bfloat16": partial(ctranslate2, compute_type="bfloat16"),
     "ctranslate2_int8": partial(ctranslate2, compute_type="int8"),
     "huggingface": huggingface,
 }
