@@ -8,18 +8,27 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import jax
 import pytest
 from servers import LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.serving.async_translator import LiveRows
+from transformer_jax.serving.async_translator import (
+    AsyncTranslator,
+    Entry,
+    LiveRows,
+    SearchFailed,
+)
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service, _split_tag
@@ -49,9 +58,26 @@ def test_many_clients_get_the_translators_results(server: Server) -> None:
     assert server.is_idle()
 
 
-def test_one_long_line_leaves_rows_to_others(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+LONG = " ".join(LINES)[:1500]  # many segments
+LONG_LINES = [" ".join(LINES[:9]), LINES[3], " ".join(LINES[9:18])]
+
+
+@pytest.mark.parametrize(
+    ("path", "q", "lines", "split"),
+    [
+        ("/translate", LONG, [LONG], False),
+        ("/translate", LINES[:12], LINES[:12], True),
+        ("/translate", LONG_LINES, LONG_LINES, False),
+        ("/translate", "\n".join(LINES[:12]), LINES[:12], True),
+        ("/translate/stream", "\n".join(LINES[:12]), LINES[:12], True),
+        ("/translate/stream", LONG, [LONG], False),
+    ],
+    ids=["one long line", "texts", "long texts", "sentences", "stream", "stream of a long line"],
+)
+def test_one_request_leaves_rows_to_others(
+    server: Server, path: str, q: Any, lines: list[str], split: bool, monkeypatch
 ) -> None:
+    """A request gets half of the rows for all its texts, sentences and segments together."""
     workers = server.service.models[Pair("en", "de")].workers
     submit, searched, at_once = workers.submit, set(), []
 
@@ -63,9 +89,10 @@ def test_one_long_line_leaves_rows_to_others(
         return future
 
     monkeypatch.setattr(workers, "submit", counted)
-    line = " ".join(LINES)[:1500]  # many segments
-    reply = server.ask(q=line, split=False)
-    assert reply.json == {"translatedText": server.translator.translate([line])[0]}
+    reply = server.ask(path, q=q, split=split)
+    answer = events(reply.body)[-1][1] if "stream" in path else reply.json
+    expected = server.translator.translate(lines)
+    assert answer == {"translatedText": expected if isinstance(q, list) else "\n".join(expected)}
     assert max(at_once) == server.translator.config.batch_size // 2
 
 
@@ -82,13 +109,63 @@ def test_forms_and_query_parameters_work_like_json(server: Server) -> None:
         assert server.request("POST", path, form, content_type=FORM).json == answer
 
 
-def test_samples_are_served(translator: Translator) -> None:
+@pytest.fixture(scope="module")
+def sampling(translator: Translator) -> Iterator[Server]:
+    """A server whose translations are samples."""
     model = make_model_to_serve(translator, method="sample", temperature=3.0)
     service = Service({Pair("en", "de"): model}, max_queue=100, max_characters=2000)
-    with serving(service, translator) as server:
-        found = [server.ask(q=line).json["translatedText"] for line in LINES[:5]]
+    with serving(service, translator) as found:
+        yield found
+
+
+def test_samples_are_served(sampling: Server) -> None:
+    model = sampling.service.models[Pair("en", "de")]
+    found = [sampling.ask(q=line).json["translatedText"] for line in LINES[:5]]
     assert found == [model.translator.translate([line])[0] for line in LINES[:5]]
-    assert found != translator.translate(LINES[:5])
+    assert found != sampling.translator.translate(LINES[:5])
+
+
+LONG_LINE = " ".join(LINES[4:9])  # several segments
+
+
+@pytest.mark.parametrize("line", [LINES[4], LONG_LINE], ids=["short", "segments"])
+@pytest.mark.parametrize(
+    "place", ["a text", "texts", "a stream", "a form", "a line", "other requests"]
+)
+def test_a_sentence_always_gets_the_same_samples(sampling: Server, line: str, place: str) -> None:
+    """Wherever it stands and whatever is translated with it."""
+
+    def samples(answer: dict) -> list[list[str]]:
+        return [
+            [each["translation"] for each in sentence["hypotheses"]]
+            for sentence in chain(*answer["sentences"])
+            if sentence["source"] == line
+        ]
+
+    fields = {"alternatives": 2, "details": True}
+    [alone] = samples(sampling.ask(q=line, **fields).json)
+    assert len(set(alone)) > 1
+    lines = [LINES[3], line, LINES[5], line]
+    text = "\n".join(lines)
+    match place:
+        case "a text":
+            found = samples(sampling.ask(q=text, **fields).json)
+        case "texts":
+            found = samples(sampling.ask(q=[text, line], **fields).json)
+        case "a stream":
+            body = sampling.ask("/translate/stream", q=text, **fields).body
+            found = samples(events(body)[-1][1])
+        case "a form":
+            found = samples(sampling.ask_form(q=lines, **fields).json)
+        case "lines":
+            found = samples(sampling.ask(q=lines, split=False, **fields).json)
+        case _:
+            with ThreadPoolExecutor(6) as clients:
+                replies = clients.map(
+                    lambda _: sampling.ask(q=[LINES[8], line], **fields), range(6)
+                )
+                found = [its for reply in replies for its in samples(reply.json)]
+    assert len(found) >= 2 and set(map(tuple, found)) == {tuple(alone)}
 
 
 def test_white_space_is_kept(server: Server) -> None:
@@ -256,12 +333,47 @@ def test_forms_are_utf_8(server: Server, parameters, form, kind) -> None:
         ({"origin": "https://a.example", "host": "a.example"}, 200),  # the same, an older browser
         ({"sec_fetch_site": "cross-site"}, 403),
         ({"sec_fetch_site": "same-site"}, 403),
+        ({"sec_fetch_site": "unknown"}, 403),
+        ({"sec_fetch_site": "Same-Origin"}, 403),
+        *(
+            ({"origin": "http://a.example:8000", "host": "a.example:8000"} | {site: value}, status)
+            for site, value, status in [
+                ("sec_fetch_site", "cross-site", 403),
+                ("sec_fetch_site", "same-site", 403),
+                ("sec_fetch_site", "same-origin", 200),
+                ("sec_fetch_site", "", 200),  # as if absent
+            ]
+        ),
+        *(
+            ({"origin": origin, "host": "a.example:8000"}, 403)
+            for origin in [
+                "http://evil-a.example:8000",
+                "http://evil.a.example:8000",
+                "http://a.example:8000.evil.example",
+                "http://a.example:8000@evil.example",
+                "http://a.example",
+                "http://a.example:80001",
+                "http://a.example:800",
+                "http://example:8000",
+                "http://evil.example/a.example:8000",
+                "http://evil.example/://a.example:8000",
+                "a.example:8000",
+                "://",
+                "",
+            ]
+        ),
     ],
 )
 def test_cross_site_requests_are_rejected(server: Server, headers, status) -> None:
+    bodies = (FORM, b"target=de&q=one"), (JSON, b'{"target": "de", "q": "one"}')
     for path in "/translate", "/translate/stream":
-        reply = server.request("POST", path, b"target=de&q=one", content_type=FORM, **headers)
+        for kind, body in bodies:
+            reply = server.request("POST", path, body, content_type=kind, **headers)
+            assert reply.status == status, reply
+            assert status == 200 or reply.json["error"]
+        reply = server.request("POST", f"{path}?target=de&q=one", **headers)
         assert reply.status == status, reply
+        assert not [name for name in reply.headers if name.startswith("Access-Control")]
 
 
 def test_security_headers_and_content_security_policy(server: Server) -> None:
@@ -269,6 +381,7 @@ def test_security_headers_and_content_security_policy(server: Server) -> None:
         headers = server.request("GET", path).headers
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["X-Frame-Options"] == "DENY"
+        assert "Access-Control-Allow-Origin" not in headers  # other sites cannot read it
     for path in "/", "/docs":
         page = server.request("GET", path).body.decode()
         [policy] = re.findall(r'Content-Security-Policy"\s+content="(.*?)"', page)
@@ -463,3 +576,95 @@ def test_requests_fail_during_compilation_and_after_a_failure(translator) -> Non
             assert server.request("GET", "/health").status == 503
     finally:
         Service.status = status
+
+
+@pytest.mark.parametrize("failing", [["en"], ["fr"], ["en", "fr"]], ids="+".join)
+def test_each_models_failure_shows(
+    strict: Server, failing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for source in failing:
+        workers = strict.service.models[Pair(source, "de")].workers
+        monkeypatch.setattr(workers, "failure", SearchFailed("out of memory"))
+    health = strict.request("GET", "/health")
+    assert health.status == 503 and health.json == {"status": "failed"}
+    for path in "/translate", "/translate/stream":
+        for source in "en", "fr":
+            reply = strict.ask(path, q="one", source=source)
+            assert reply.status == 503 and "Restart the server" in reply.json["error"]
+            assert int(reply.headers["Retry-After"])
+    monkeypatch.undo()
+    assert strict.request("GET", "/health").status == 200
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_each_models_failed_compilation_shows(translator: Translator, failing: int) -> None:
+    models = [make_model_to_serve(translator) for _ in range(3)]
+    for number, model in enumerate(models):
+        start = Mock(side_effect=[RuntimeError("out of memory")] if number == failing else None)
+        model.start = start  # type: ignore[method-assign]
+    pairs = [Pair("en", target) for target in ("de", "fr", "es")]
+    service = Service(dict(zip(pairs, models)), max_queue=4, max_characters=2000)
+    assert service.status == "compiling"
+    service.start()
+    assert service.status == "failed"
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.devices(2)), 1])
+def test_metrics_count_all_pairs_and_devices(
+    translator: Translator, num_pairs: int, num_devices: int
+) -> None:
+    model, tokenizer, config = translator.model, translator.tokenizer, translator.config
+    pairs = [Pair("en", target) for target in ("de", "fr")[:num_pairs]]
+    devices = jax.devices()[:num_devices]
+    models = {
+        pair: AsyncTranslator(Translator(model, tokenizer, config, devices=devices))
+        for pair in pairs
+    }
+    service = Service(models, max_queue=100, max_characters=2000)
+
+    def figures() -> list[float | None]:
+        names = "rows", "rows_busy", "sentences_waiting"
+        return [service.registry.get_sample_value(f"transformer_{name}") for name in names]
+
+    rows = config.batch_size * num_pairs
+    assert figures() == [rows, 0, 0]
+    busy = 0
+    for each in models.values():
+        workers = each.workers
+        assert len(workers._searches) == num_devices
+        for search in chain(*workers._searches):  # as many as there is room for
+            for number in range(config.batch_size // num_devices):
+                search.running[number] = Entry(Sentence([5]))
+                busy += 1
+                assert figures() == [rows, busy, 0]
+    assert busy == rows
+    for waiting in range(1, 5):
+        workers = models[pairs[waiting % num_pairs]].workers
+        next(iter(workers._waiting.values())).append(Entry(Sentence([5])))
+        assert figures() == [rows, busy, waiting]
+
+
+def test_sentences_and_tokens_are_counted_by_pair(strict: Server) -> None:
+    """A long sentence counts once, a translation twice if it is asked for twice."""
+
+    def counts() -> list[float]:
+        samples = strict.service.registry.get_sample_value
+        return [
+            samples(f"transformer_{name}_total", {"pair": f"{source}-de"}) or 0
+            for source in ("en", "fr")
+            for name in ("sentences", "target_tokens")
+        ]
+
+    def lengths(*lines: str) -> int:
+        return sum(best.length for [best] in strict.translator.stream(lines))
+
+    long = " ".join(LINES[4:7])
+    before = counts()
+    assert strict.ask(q=[LINES[1], "..."], source="fr").status == 200
+    assert strict.ask("/translate/stream", q=f"{LINES[1]}\n{LINES[2]}", source="fr").status == 200
+    assert strict.ask(q=long, source="en", split=False, alternatives=1).status == 200
+    assert strict.ask(q="one\n" * 5, source="en").status == 413
+    assert strict.is_idle()
+    added = [now - earlier for now, earlier in zip(counts(), before)]
+    assert added == [1, lengths(long), 3, lengths(LINES[1], LINES[1], LINES[2])]

@@ -176,7 +176,7 @@ def test_language_codes_match_in_any_case(translator: Translator) -> None:
 
 def test_punctuation_is_copied_unless_the_text_is_not_split(server: Server) -> None:
     """``decode.py`` translates it."""
-    for text in "...", "***\n\n---", "?!":
+    for text in "...", "***\n\n---", "?!", "____", "_ - _\n€", "😀", "“ …”":
         assert server.ask(q=text).json["translatedText"] == text
         [expected] = server.translator.translate([text])
         alone = server.ask(q=text.partition("\n")[0], split=False).json["translatedText"]

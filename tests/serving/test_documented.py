@@ -13,7 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 
+from transformer_jax.serving import app, async_translator, service
+from transformer_jax.serving.__main__ import UVICORN
 from transformer_jax.serving.flags import Arguments
+from transformer_jax.serving.protocol import Protocol
 from transformer_jax.serving.schema import Query
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
@@ -81,6 +84,35 @@ def test_documented_limits_are_the_flags_defaults() -> None:
     for flag, documented in rows:
         default = defaults[flag.replace("-", "_")]
         assert documented == ("none" if default is None else f"{default:g}"), flag
+
+
+# What the page says, and the figures in the code.
+FIGURES: dict[str, tuple[float, ...]] = {
+    r"of up to (\d+) tokens, in requests of up to ([\d,]+)": (
+        service._LONGEST_ALIGNED,
+        service._MOST_ALIGNED,
+    ),
+    r"except for sentences of more than (\d+) tokens": (service._LONGEST_ALIGNED,),
+    r"\| (\d+) × `--max-characters` \+ ([\d,]+) bytes": (
+        app._BYTES_A_CHARACTER,
+        app._BYTES_BESIDES,
+    ),
+    r"\| headers \| (\d+) KB": (UVICORN["h11_max_incomplete_event_size"] / 1024,),
+    r"up to (eight) decoding\s+steps at a time \(up to (\d+) with one row\)": (
+        async_translator._STEPS,
+        async_translator._STEPS_OF_ONE,
+    ),
+    r"are disconnected after (\d+) to (\d+) seconds": (Protocol.patience, 2 * Protocol.patience),
+}
+
+
+@pytest.mark.parametrize("said", FIGURES)
+def test_documented_figures_are_the_codes(said: str) -> None:
+    found = re.findall(said, re.sub(r"\s+", " ", PAGE))
+    assert len(found) == 1, found
+    words = [found[0]] if isinstance(found[0], str) else found[0]
+    numbers = [float(word.replace("eight", "8").replace(",", "")) for word in words]
+    assert numbers == list(FIGURES[said])
 
 
 def test_every_metric_is_explained(server: Server) -> None:

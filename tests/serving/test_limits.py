@@ -7,12 +7,14 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 from servers import LINES, Reply, Server, answering
+from starlette.responses import Response
 
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.translator import Translator
@@ -22,7 +24,8 @@ from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Arguments, Pair
 from transformer_jax.serving.schema import Query
 
-JSON = "application/json"
+JSON, FORM = "application/json", "application/x-www-form-urlencoded"
+PATHS = "/translate", "/translate/stream"
 LIGATURE = "\ufdfa"  # one character, 18 after NFKC
 MAX_CHARACTERS, MAX_QUEUE = 2000, 100  # of the server in conftest.py
 
@@ -63,36 +66,99 @@ def padded(fields: dict[str, Any], size: int) -> bytes:
     return json.dumps({"source": "en", "target": "de"} | fields).encode().ljust(size)
 
 
+def in_pieces(body: bytes) -> Iterator[bytes]:
+    """A chunked body, in pieces that the server receives one at a time."""
+    for start in range(0, len(body), 12_000):
+        time.sleep(0.03)
+        yield body[start : start + 12_000]
+
+
+def post_body(server: Server, path: str, body: Any, kind: str = JSON, **headers: str) -> Reply:
+    return server.request("POST", path, body, content_type=kind, **headers)
+
+
+FIELDS = "target=de&q=one"
 MAX_BODY = MAX_CHARACTERS * 12 + 10_000
-LIMITS: dict[str, tuple[Callable[[Server, int], Reply], int, int]] = {
-    "characters of a text": (lambda s, n: s.ask(q=" " * n), MAX_CHARACTERS, 413),
-    "characters of all texts and the prefix": (
-        lambda s, n: s.ask(q=[" " * (n - 1003), " " * 1000], prefix="SIX"),
+# Each sends a request of a size, at most this size, and the status above it.
+LIMITS: dict[str, tuple[Callable[[Server, str, int], Reply], int, int]] = {
+    "characters of a text": (lambda s, p, n: s.ask(p, q=" " * n), MAX_CHARACTERS, 413),
+    "characters beyond 16 bits": (lambda s, p, n: s.ask(p, q="😀" * n), MAX_CHARACTERS, 413),
+    "characters of a text and the prefix": (
+        lambda s, p, n: s.ask(p, q=" " * (n - 3), prefix="SIX"),
         MAX_CHARACTERS,
         413,
     ),
-    "texts": (lambda s, n: s.ask(q=[""] * n), MAX_QUEUE, 413),
-    "sentences": (lambda s, n: s.ask(q="\n".join(["one"] * n)), MAX_QUEUE, 413),
-    "sentences of all texts": (lambda s, n: s.ask(q=["one"] * (n - 1) + ["two"]), MAX_QUEUE, 413),
-    "alternatives": (lambda s, n: s.ask(q="one", alternatives=n), 2, 400),
+    "characters of all texts and the prefix": (
+        lambda s, p, n: s.ask(p, q=[" " * (n - 1003), " " * 1000], prefix="SIX"),
+        MAX_CHARACTERS,
+        413,
+    ),
+    "texts": (lambda s, p, n: s.ask(p, q=[""] * n), MAX_QUEUE, 413),
+    "sentences": (lambda s, p, n: s.ask(p, q="\n".join(["one"] * n)), MAX_QUEUE, 413),
+    "sentences of all texts": (
+        lambda s, p, n: s.ask(p, q=["one"] * (n - 2) + ["two\nsix"]),
+        MAX_QUEUE,
+        413,
+    ),
+    "alternatives": (lambda s, p, n: s.ask(p, q="one", alternatives=n), 2, 400),
+    "alternatives of all texts": (
+        lambda s, p, n: s.ask(p, q=["one", "two"], alternatives=n),
+        2,
+        400,
+    ),
+    "tokens of the prefix": (lambda s, p, n: s.ask(p, q="one", prefix=prefix(s, n)), 10, 400),
+    "tokens of all texts' prefix": (
+        lambda s, p, n: s.ask(p, q=["", "one"], prefix=prefix(s, n)),
+        10,
+        400,
+    ),
     "bytes of a body": (
-        lambda s, n: s.request("POST", "/translate", padded({"q": "one"}, n), content_type=JSON),
+        lambda s, p, n: post_body(s, p, padded({"q": "one"}, n)),
         MAX_BODY,
         413,
     ),
+    "bytes of a form": (lambda s, p, n: post_body(s, p, FIELDS.ljust(n, "&"), FORM), MAX_BODY, 413),
     "bytes of a body in an unknown encoding": (
-        lambda s, n: s.request("POST", "/translate", b"\xff" * n, content_type="x"),
+        lambda s, p, n: post_body(s, p, b"\xff" * n, "x"),
+        MAX_BODY,
+        413,
+    ),
+    "bytes of a body in chunks": (
+        lambda s, p, n: post_body(s, p, in_pieces(padded({"q": "one"}, n))),
+        MAX_BODY,
+        413,
+    ),
+    "bytes of a body in pieces": (
+        lambda s, p, n: post_body(s, p, in_pieces(padded({"q": "one"}, n)), content_length=str(n)),
         MAX_BODY,
         413,
     ),
 }
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-def test_limits_are_exact(server: Server, limit: str) -> None:
+def prefix(server: Server, num_tokens: int) -> str:
+    """A prefix of this many target tokens."""
+    encode = server.translator.tokenizer.target.encode
+    words = " ".join(LINES).upper()
+    return next(
+        words[:end] for end in range(len(words)) if len(encode([words[:end]])[0]) == num_tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "path"),
+    # A stream takes one text.
+    [
+        (limit, path)
+        for limit in LIMITS
+        for path in PATHS
+        if path == PATHS[0] or "texts" not in limit
+    ],
+)
+def test_limits_are_exact(server: Server, limit: str, path: str) -> None:
     ask, most, status = LIMITS[limit]
-    assert ask(server, most).status == (415 if "unknown" in limit else 200)
-    reply = ask(server, most + 1)
+    assert ask(server, path, most).status == (415 if "unknown" in limit else 200)
+    reply = ask(server, path, most + 1)
     assert reply.status == status and str(most) in reply.json["error"]
     if status == 413:
         assert reply.json["limit"] == most
@@ -138,7 +204,7 @@ def test_segments_count_in_the_queue(server: Server) -> None:
     assert reply.status == 413 and "sentences; expected at most 100" in reply.json["error"]
 
 
-@pytest.mark.parametrize("path", ["/translate", "/translate/stream"])
+@pytest.mark.parametrize("path", PATHS)
 def test_texts_are_tokenized_outside_the_event_loop(
     server: Server, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,21 +230,36 @@ def test_texts_are_tokenized_outside_the_event_loop(
     assert in_loop and not any(in_loop)
 
 
-def test_attention_is_limited_in_a_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = LINES[3:5]
-    num_tokens = sum(map(len, server.translator.tokenizer.source.encode(lines)))
+@pytest.mark.parametrize(
+    ("limit", "above"),
+    [("_MOST_ALIGNED", [False, False]), ("_LONGEST_ALIGNED", [True, False])],
+    ids=["tokens of a request", "tokens of a sentence"],
+)
+def test_attention_is_limited(
+    server: Server, limit: str, above: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second sentence has several segments, whose tokens count together."""
+    lines = [LINES[3], " ".join(LINES[3:8])]
+    counts = [
+        sum(len(segment.tokens) for segment in server.translator.sentences(Request(line)))
+        for line in lines
+    ]
+    most = sum(counts) if limit == "_MOST_ALIGNED" else counts[1]
 
     def with_attention() -> list[bool]:
-        texts = server.ask(q=lines, attention=True, split=False).json["sentences"]
-        return ["alignment" in sentence for [sentence] in texts]
+        reply = server.ask(q=lines, attention=True, split=False)
+        found = ["alignment" in sentence for [sentence] in reply.json["sentences"]]
+        reply = server.ask("/translate/stream", q="\n".join(lines), attention=True)
+        assert ['"alignment":' in data for data in reply.body.decode().split("\n\n")[:2]] == found
+        return found
 
-    monkeypatch.setattr(service_module, "_MOST_ALIGNED", num_tokens)
+    monkeypatch.setattr(service_module, limit, most)
     assert with_attention() == [True, True]
-    monkeypatch.setattr(service_module, "_MOST_ALIGNED", num_tokens - 1)
-    assert with_attention() == [False, False]
+    monkeypatch.setattr(service_module, limit, most - 1)
+    assert with_attention() == above
 
 
-@pytest.mark.parametrize("path", ["/translate", "/translate/stream"])
+@pytest.mark.parametrize("path", PATHS)
 def test_time_is_limited_from_request_to_response(
     server: Server, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +279,88 @@ def test_time_is_limited_from_request_to_response(
         reply = client.makefile("rb").read()
         assert 0.9 < time.monotonic() - start < 1.5 and b"timed out after 1 s" in reply
     assert server.is_idle()
+
+
+MANY = [" ".join(LINES[:8]), *LINES[8:14]]  # a long line and others
+
+
+@pytest.mark.parametrize("how", ["disconnects", "disconnects during tokenization", "times out"])
+@pytest.mark.parametrize(
+    ("path", "q"),
+    [
+        ("/translate", MANY),
+        ("/translate", "\n".join(MANY)),
+        ("/translate/stream", "\n".join(MANY)),
+    ],
+    ids=["texts", "sentences", "stream"],
+)
+def test_a_request_that_ends_early_releases_everything(
+    server: Server, path: str, q: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sentences leave the queue and their rows, also those that nobody awaits yet."""
+    submitted: list[Future[Any]] = []
+
+    def submit(_: Any) -> Future[Any]:
+        submitted.append(Future())
+        return submitted[-1]
+
+    def slowly(*args: Any, **settings: Any) -> Any:
+        begun.set()
+        time.sleep(0.05)
+        return cut(*args, **settings)
+
+    def figure(name: str, **labels: str) -> float:
+        return server.service.registry.get_sample_value(name, labels) or 0
+
+    def gone() -> float:
+        labels = {"handler": path, "method": "POST", "status": "499"}
+        return figure("http_requests_total", **labels)
+
+    begun, cut, gone_before = threading.Event(), service_module.cut, gone()
+    monkeypatch.setattr(service_module, "cut", slowly)
+    monkeypatch.setattr(server.service.models[Pair("en", "de")].workers, "submit", submit)
+    with ExitStack() as until:
+        port = server.port
+        if how == "times out":
+            app = App(server.service, timeout=0.8).asgi()
+            port = until.enter_context(answering(app, lifespan="off", timeout_graceful_shutdown=5))
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            client.sendall(post(path, q=q))
+            assert begun.wait(20)
+            if how != "disconnects during tokenization":
+                while len(submitted) < 2:
+                    time.sleep(0.01)
+                accepted = figure("transformer_sentences_accepted")
+                assert accepted == server.service.num_accepted > len(MANY)
+            reply = b""
+            while how == "times out" and b"timed out" not in reply:
+                reply += client.recv(1000)
+        if how == "disconnects during tokenization":
+            time.sleep(0.05 * len(MANY) + 0.2)
+        assert server.is_idle()
+        assert all(future.cancelled() for future in submitted)
+    if how != "times out" and path == "/translate":
+        assert gone() == gone_before + 1
+
+
+def test_the_queue_is_shared_by_all_requests(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full queue rejects a request of any size, and one that fits exactly is accepted."""
+    for taken in range(MAX_QUEUE - 3, MAX_QUEUE + 1):
+        monkeypatch.setattr(server.service, "num_accepted", taken)
+        fits = taken + 3 <= MAX_QUEUE
+        for path, q in (
+            (PATHS[0], "one\ntwo\nsix"),
+            (PATHS[1], "one\ntwo\nsix"),
+            (PATHS[0], MANY[1:4]),
+        ):
+            reply = server.ask(path, q=q)
+            assert reply.status == (200 if fits else 503)
+            if not fits:
+                assert reply.json["limit"] == MAX_QUEUE and int(reply.headers["Retry-After"])
+                assert f"{taken} sentences are in progress" in reply.json["error"]
+            assert server.service.num_accepted == taken
 
 
 GOOD_HOSTS = ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"]
@@ -308,20 +471,73 @@ def test_shutdown_answers_what_has_arrived(
     assert stream.count(b"event: sentence") == len(lines) and b"event: done" in stream
 
 
+BIG = b"x" * 2**23  # more than the kernel buffers
+
+
+@contextmanager
+def shutting_down(server: Server, *, delay: float = 0) -> Iterator[socket.socket]:
+    """A client with a small buffer. The server, which shuts down at the end, handles a request
+    after ``delay`` seconds and would wait for the client for at most 8 s.
+    """
+    app = App(server.service, timeout=60).asgi()
+
+    async def delayed(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(delay)
+        await (Response(BIG) if scope["path"] == "/big" else app)(scope, receive, send)
+
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        with answering(delayed, lifespan="off", timeout_graceful_shutdown=8) as port:
+            client.connect(("127.0.0.1", port))
+            client.settimeout(10)
+            yield client
+            time.sleep(0.3)
+            start = time.monotonic()
+        assert time.monotonic() - start < 5
+    assert server.is_idle()
+
+
 @pytest.mark.parametrize("stalls", ["in its headers", "in its body", "while it reads"])
 def test_a_client_that_stalls_does_not_delay_shutdown(
-    server: Server, impatient, stalls: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, impatient, stalls: str
 ) -> None:
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    with answering(App(server.service, timeout=60).asgi(), lifespan="off") as port:
-        client.connect(("127.0.0.1", port))
+    with shutting_down(server) as client:
         sent = post("/translate/stream", q="\n".join(LINES), attention=True)
         if stalls == "while it reads":
             sent = b"GET /static-offline-docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n" * 9
         client.sendall({"in its headers": sent[:40], "in its body": sent[:-5]}.get(stalls, sent))
-        time.sleep(0.3)
-        start = time.monotonic()
-    assert time.monotonic() - start < 5
-    client.close()
-    assert server.is_idle()
+
+
+@pytest.mark.parametrize("stalls", [False, True], ids=["ends", "stalls"])
+@pytest.mark.parametrize("slow", ["its body", "the server"])
+def test_a_client_is_checked_again_during_shutdown(
+    server: Server, impatient, slow: str, stalls: bool
+) -> None:
+    """A client that is slow but does not stall gets its response. One that stalls only after the
+    first checks is disconnected, too.
+    """
+    received = bytearray()
+
+    def talk(client: socket.socket) -> None:
+        with client, suppress(OSError):
+            if slow == "its body":
+                for start in range(len(head), len(sent) - 5 * stalls, size):
+                    time.sleep(0.1)
+                    client.sendall(sent[start : start + size][: len(sent) - 5 * stalls - start])
+            if slow == "the server" and stalls:
+                return
+            while piece := client.recv(50_000):
+                received.extend(piece)
+
+    sent = post("/translate", q=LINES[3], split=False)
+    head = sent.partition(b"\r\n\r\n")[0]
+    size = (len(sent) - len(head)) // 12
+    if slow != "its body":
+        sent = head = b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n"
+    with shutting_down(server, delay=1.2 * (slow == "the server")) as client:
+        client.sendall(head)
+        talking = threading.Thread(target=talk, args=[client.dup()])
+        talking.start()
+    talking.join()
+    whole = BIG if slow != "its body" else b"translatedText"
+    assert (whole in received) is not stalls

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers import CONFIG, LINES, free_port, running, write_served_run
@@ -22,6 +23,7 @@ from servers import CONFIG, LINES, free_port, running, write_served_run
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.serving import __main__ as program
+from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Pair, checked_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +127,26 @@ def test_ports_in_use_and_missing_checkpoints_are_errors(workdir, tmp_path, caps
     port = free_port()
     assert program.main(["--workdir", str(empty), "--port", str(port)]) == 2
     assert "checkpoint" in capsys.readouterr().err
+
+
+def test_flags_reach_the_server(workdir, monkeypatch) -> None:
+    """It ends at most 5 s after the last request has timed out."""
+    import uvicorn
+
+    made: dict[str, Any] = {}
+    original = App.asgi
+    monkeypatch.setattr(App, "asgi", lambda self: made.update(app=self) or original(self))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: made.update(server=self))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    port = str(free_port())
+    flags = ["--max-queue", "7", "--max-characters", "8", "--timeout", "9", "--beam-size", "2"]
+    assert program.main(["--workdir", str(workdir), "--port", port, *flags]) == 0
+    app, config = made["app"], made["server"].config
+    assert (app.service.max_queue, app.service.max_characters, app.timeout) == (7, 8, 9)
+    assert config.timeout_graceful_shutdown == 14
+    assert [model.config.beam_size for model in app.service.models.values()] == [2]
+    assert app.allowed_hosts == ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,25 @@ def test_sentences_of_a_text() -> None:
     assert pieces.joined(["A", "B", "", "D"]) == "  A B\n\n* * *\n\u2028D "
     with pytest.raises(ValueError):
         pieces.joined(["A"])
+
+
+CATEGORIES = sorted({unicodedata.category(chr(code)) for code in range(0x30000)})
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_parts_without_a_letter_or_digit_are_copied(category: str) -> None:
+    """By Unicode category: L are letters and N are digits and other numbers."""
+    every = [c for c in map(chr, range(0x30000)) if unicodedata.category(c) == category]
+    some = [*every[:40], *every[:: len(every) // 40 + 1]]
+    for c in some:
+        for part in c, c * 4, f"{c} {c}", f"_{c}-":
+            expected = [part.strip()] if category[0] in "LN" else []
+            pieces = plain(f"One.\n{part}\nTwo.")
+            assert pieces.sentences == ["One.", *expected, "Two."], (part, pieces)
+            if not expected:
+                assert pieces.joined(["A", "B"]) == f"A\n{part}\nB"
+            whole = [] if part.isspace() else [spaces_joined(part.strip())]
+            assert [*map(spaces_joined, plain(part, split=False).sentences)] == whole
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\xa0\r\n", "\u3000"])

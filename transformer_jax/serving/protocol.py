@@ -18,9 +18,11 @@ class Protocol(H11Protocol):
     """
 
     patience = 5.0
+    _num_received = 0
 
     def data_received(self, data: bytes) -> None:
         """Parse data in small pieces, because h11 limits the size of incomplete headers only."""
+        self._num_received += len(data)
         for start in range(0, len(data), _PIECE):
             if not self.transport.is_closing():
                 super().data_received(data[start : start + _PIECE])
@@ -36,11 +38,13 @@ class Protocol(H11Protocol):
     def shutdown(self) -> None:
         """Close the connection once its request is answered, or if the client stalls."""
         super().shutdown()
-        self.loop.call_later(self.patience, self._end_if_stalled)
+        self._end_if_stalled(None)
 
-    def _end_if_stalled(self) -> None:
-        sends_no_more = self.cycle and self.cycle.more_body
-        if sends_no_more or self.flow.write_paused:  # it does not read its response
+    def _end_if_stalled(self, before: tuple[int, int] | None) -> None:
+        """Close the connection if the client has made no progress since ``before``."""
+        now = self._num_received, self.transport.get_write_buffer_size()
+        waits = (self.cycle and self.cycle.more_body) or self.flow.write_paused
+        if waits and now == before:
             self.transport.abort()
         elif self in self.connections:
-            self.loop.call_later(self.patience, self._end_if_stalled)
+            self.loop.call_later(self.patience, self._end_if_stalled, now)
