@@ -39,7 +39,7 @@ def comparisons(page: str) -> list[Comparison]:
 
 
 def chart(rows: list[Comparison], text: str, faster: str, slower: str) -> Figure:
-    figure = Figure(figsize=(8.4, 0.34 * len(rows) + 0.9), layout="constrained")
+    figure = Figure(figsize=(9.6, 0.34 * len(rows) + 0.9), layout="constrained")
     axes = figure.add_subplot()
     labels = [f"{row.task}: {row.model}, {row.hardware}" for row in rows]
     ratios = [row.ratio for row in rows]
@@ -50,7 +50,7 @@ def chart(rows: list[Comparison], text: str, faster: str, slower: str) -> Figure
     axes.set_yticks(range(len(rows)), labels, color=text, fontsize=9)
     axes.invert_yaxis()
     axes.axvline(1, color=text, linewidth=1, linestyle=":")
-    axes.set_xlim(0, 1.35 * max(ratios))
+    axes.set_xlim(0, 1.5 * max(ratios))
     axes.set_xticks([])
     axes.set_title(
         "Our speed divided by the speed of other programs; dotted: equal", color=text, fontsize=10

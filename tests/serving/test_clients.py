@@ -149,7 +149,8 @@ def test_what_libretranslate_accepts_is_accepted(server: Server, fields: dict[st
 def test_each_text_has_a_detected_language(server: Server) -> None:
     detected = {"language": "en", "confidence": 100}
     for q, expected in (("one", detected), (["one"], [detected]), (["", "b"], [detected] * 2)):
-        assert server.ask(q=q, source="auto").json["detectedLanguage"] == expected
+        for source in ("auto", "AUTO"):  # codes match in any case
+            assert server.ask(q=q, source=source).json["detectedLanguage"] == expected
     assert "detectedLanguage" not in server.ask(q="one").json
 
 

@@ -122,7 +122,7 @@ class Service:
         """Find the language pair of a query. Raises ``UserError`` if none or several match."""
         source, target = folded(query.source), folded(query.target)
         pairs = [pair for pair in self.models if folded(pair.target) == target]
-        if source != "auto":
+        if source.lower() != "auto":
             pairs = [pair for pair in pairs if folded(pair.source) == source]
         if len(pairs) == 1:
             return pairs[0]
@@ -276,7 +276,7 @@ class Answering:
         answer = Answer(translatedText=one_or_all([texts[0] for texts in ranked]))
         if count:
             answer.alternatives = one_or_all(others)
-        if query.source == "auto":
+        if query.source.lower() == "auto":
             detected = Detected(language=self.pair.source, confidence=100)
             answer.detectedLanguage = one_or_all([detected] * len(texts))
         if query.details or query.attention:
