@@ -152,7 +152,7 @@ def finish(table: Table, found: Any, arguments: argparse.Namespace) -> None:
         report = {"table": table, "settings": vars(arguments), "processor": processor()}
         report["found"] = found
         arguments.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
-    print(f"{markdown(table)}\n\n{arguments.threads} cores of {processor()}")
+    print(f"{markdown(table)}\n\nProcessor: {processor()}")
 
 
 def main() -> None:
