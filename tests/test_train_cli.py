@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from number_names import number_files
 
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import flatten, load_config_file, to_json
+from transformer_jax.training import __main__ as program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -187,3 +189,22 @@ def test_sizes_and_languages_of_recipes() -> None:
     assert (base.training.steps, big.training.steps) == (100_000, 300_000)
     french = load_config_file(ROOT / "configs" / "wmt14_en_fr_big.py")
     assert (french.model.dropout, french.tokenizer.vocab_size) == (0.1, 32_000)
+
+
+@pytest.mark.parametrize("given", [None, "glibc.malloc.check=1"])
+def test_the_program_restarts_once_with_huge_pages(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments stay, and settings of malloc that are given."""
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if given:
+        monkeypatch.setenv("GLIBC_TUNABLES", given)
+    started: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "utf8", "train.py", "--help"])
+    monkeypatch.setattr(os, "execv", lambda path, argv: started.append([path, *argv]))
+    with suppress(SystemExit):
+        program.main()
+    again = [sys.executable, sys.executable, "-X", "utf8", "train.py", "--help"]
+    assert started == ([] if given else [again])
+    assert os.environ["GLIBC_TUNABLES"] == (given or "glibc.malloc.hugetlb=1")
