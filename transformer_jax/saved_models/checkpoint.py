@@ -130,6 +130,8 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
 
     Raises ``UserError`` if another version of the package wrote it.
     """
+    if not isinstance(folder, Path):
+        folder.fs.invalidate_cache()  # another process can have written it
     try:
         content = read_object(folder / MANIFEST)
     except (FileNotFoundError, UserError):
