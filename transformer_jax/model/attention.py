@@ -19,7 +19,7 @@ from flax import nnx
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.matmul import einsum
+from transformer_jax.model.matmul import einsum, is_mixed
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 
@@ -108,8 +108,7 @@ class Projection(nnx.Einsum):
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         """Project ``x``. In mixed precision on a CPU, the result is float32."""
-        low, backend = self.dtype == jnp.bfloat16, jax.default_backend()
-        if not low or x.dtype != jnp.float32 or backend != "cpu":
+        if x.dtype != jnp.float32 or not is_mixed(self.dtype):
             return super().__call__(x)
         kernel, bias = self.kernel[...], self.bias
         y = einsum(self.einsum_str, x, kernel, dtype=jnp.bfloat16, result=jnp.float32)

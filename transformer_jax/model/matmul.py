@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,11 @@ def _on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def is_mixed(dtype: Any) -> bool:
+    """Return True if matmuls in ``dtype`` only round their inputs to it: bfloat16 on a CPU."""
+    return dtype == jnp.bfloat16 and _on_cpu()
+
+
 def einsum(
     equation: str, a: jax.Array, b: jax.Array, *, dtype: DTypeLike, result: DTypeLike
 ) -> jax.Array:
@@ -49,7 +55,7 @@ def einsum(
     The axes that are summed must come first or last in each input, and the result must have the
     other axes of ``a`` before those of ``b``.
     """
-    if dtype == jnp.bfloat16 and _on_cpu():
+    if is_mixed(dtype):
         return _rounded(equation, a, b).astype(result)
     return jnp.einsum(equation, a, b, preferred_element_type=result)
 
