@@ -137,6 +137,8 @@ def test_flags_reach_the_server(workdir, monkeypatch) -> None:
     original = App.asgi
     monkeypatch.setattr(App, "asgi", lambda self: made.update(app=self) or original(self))
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: made.update(server=self))
+    # It closes all handlers, and absl's closes the stderr of before the program: pytest's.
+    monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda self: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     port = str(free_port())
