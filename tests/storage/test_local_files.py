@@ -88,6 +88,24 @@ def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog) -> None
     assert "does not support locks; use it from one process only" in message
 
 
+def test_folders_that_vanish_while_files_are_listed_are_passed_over(tmp_path, monkeypatch) -> None:
+    """For example ``state.orbax-checkpoint-tmp``, which another process is about to rename."""
+    for name in ("a/temporary/file", "b/file"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("")
+    listed = os.scandir
+
+    def scandir(folder):
+        if os.fspath(folder).endswith("temporary"):
+            (tmp_path / "a/temporary/file").unlink()
+            (tmp_path / "a/temporary").rmdir()
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert files_in(tmp_path) == ["b/file"]
+    assert not (tmp_path / "a" / "temporary").exists()
+
+
 def test_a_folders_manifest_is_copied_last(tmp_path, monkeypatch) -> None:
     names = ["a", "manifest.json", "state/manifest.json", "state/z", "zz"]
     for name in names:

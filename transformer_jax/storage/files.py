@@ -211,8 +211,9 @@ def copy_folder(source: AnyPath, target: AnyPath, skipped: tuple[str, ...] = ())
 def files_in(folder: AnyPath) -> list[str]:
     """Return the names of all files in a folder and its subfolders, relative to the folder."""
     if isinstance(folder, Path):
-        found = [path for path in folder.rglob("*") if path.is_file()]
-        return sorted(path.relative_to(folder).as_posix() for path in found)
+        # Unlike rglob, walk passes over folders that another program deletes or renames meanwhile.
+        paths = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+        return sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
     folder.fs.invalidate_cache()  # fsspec caches listings, but other programs can add files
     prefix = folder.path.rstrip("/") + "/"
     return sorted(path.removeprefix(prefix) for path in folder.fs.find(prefix))
