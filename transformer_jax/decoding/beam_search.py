@@ -52,10 +52,10 @@ class BeamSearch(Method):
     def start(self, limit_B: Array, **given: Any) -> SearchState:
         """Return the initial search state. See ``Method.start``."""
         state = super().start(limit_B, **given)
-        if self.patience is None:
-            return state
-        most = jnp.floor(self.beam_size * self.patience + 0.5)  # CTranslate2 rounds halves up
-        return state._replace(patience_B=jnp.maximum(most, state.wanted_B))
+        if self.patience is not None:
+            most = self.beam_size * jnp.float32(self.patience)
+            state = state._replace(patience_B=jnp.maximum(most, state.wanted_B))
+        return state
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:
         """Add one token to every live hypothesis. Returns the state and each beam's parent."""
@@ -82,8 +82,9 @@ class BeamSearch(Method):
             done_B |= ends_BC[:, 0]
         if state.patience_B is not None:
             has_ended_BW = ends_BW & (first.log_probs_BW > IMPOSSIBLE / 2)
-            state = state._replace(patience_B=state.patience_B - has_ended_BW.sum(axis=1))
-            done_B |= state.patience_B <= 0
+            patience_B = state.patience_B - has_ended_BW.sum(axis=1)
+            state = state._replace(patience_B=patience_B)
+            done_B |= patience_B < 0.5  # rounds halves up, as CTranslate2 does
         live = live._replace(log_probs_BW=log_probs_BW)
         return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 
