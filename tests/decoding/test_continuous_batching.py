@@ -30,7 +30,7 @@ TOYS = random_chains(0, sentences=SENTENCES, length=LENGTH, vocab=VOCAB)
 LIMITS = np.random.default_rng(1).integers(1, LENGTH + 1, SENTENCES)
 BEAM = BeamSearch(**IDS, beam_size=3)
 REPEATS = BeamSearch(**IDS, beam_size=3, constraints=Constraints(no_repeat_ngram=1))
-PATIENT = BeamSearch(**IDS, beam_size=3, patience=1.0)
+PATIENT = BeamSearch(**IDS, beam_size=3, length_penalty=4.0, patience=1.0)
 SAMPLES = Sampling(**IDS, beam_size=3, seed=5)
 TO_THE_LIMIT = BeamSearch(**IDS, beam_size=1, constraints=Constraints(min_length=LENGTH))
 
