@@ -168,7 +168,7 @@ def test_serving_and_decoding_of_a_trained_model(
         assert figures["lines"] > 2 and 0 < figures["p50 ms"] <= figures["p95 ms"]
         assert not figures["differ"] and "errors" not in figures
     assert table["decode.py"]["lines"] == 6
-    batch = ["--batch-sizes", "4", "--engines", "ours"]
+    batch = ["--batch-sizes", "4", "--engines", "ours", "--patience", "1"]
     assert here("decode", *given, *batch)["batch 4, ours"]["same"] == "6 of 6"
 
 

@@ -387,6 +387,10 @@ class DecodingConfig(Section, prefix="decoding."):
     length_offset: NonNegative = 5.0
     """c in the length penalty: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers,
     which divide by length^alpha."""
+    patience: PositiveFloat | None = None
+    """beam: stop once beam_size x patience translations of a sentence are finished, as CTranslate2
+    does (1: as transformers does with early_stopping=True). Faster, but can miss better
+    translations. None: stop when no unfinished translation can still win."""
     max_extra_length: Size = 50
     """Maximum number of tokens by which a translation can exceed its source."""
     min_length: Count = 0
@@ -420,6 +424,11 @@ class DecodingConfig(Section, prefix="decoding."):
             self.min_length <= self.max_extra_length,
             f"at most decoding.max_extra_length = {self.max_extra_length}, so that even the "
             "shortest source can reach it",
+        )
+        yield (
+            "patience",
+            self.patience is None or self.method == "beam",
+            f"None, because decoding.method is {self.method!r}",
         )
 
 
