@@ -6,8 +6,8 @@
 
 A turn is ``--steps`` steps in a trace, on the batches of ``benchmarks.train``. Events in the trace
 name operations of the compiled step. An operation's metadata (``op_name``) has the path of JAX's
-named scopes, such as ``transpose(jvp(feed_forward))`` in the backward pass. A fusion has the path of
-its root, so it can include cheap operations of other parts.
+named scopes, such as ``transpose(jvp(feed_forward))`` in the backward pass. A fusion has the path
+of its root, so it can include cheap operations of other parts.
 
 Columns: matmuls and other operations in the forward and the backward pass, per step, averages over
 all rounds. The loss also computes its gradient in the forward pass. "rest" is the time without an
@@ -87,13 +87,14 @@ def start(_: str, job: Answer) -> Engine:
     batches = [jax.device_put(pair, batch_sharding(mesh)) for pair in pairs]
     state = functions.init()
     train_step = functions.train_step.lower(state, batches[0]).compile()
-    program = train_step.as_text()
+    program, options = train_step.as_text(), jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
 
     def run() -> Answer:
         nonlocal state
         state, _ = jax.block_until_ready(train_step(state, batches[0]))
         with TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
+            with jax.profiler.trace(folder, profiler_options=options):
                 begin = time.perf_counter()
                 for number, batch in enumerate(islice(cycle(batches), job["steps"])):
                     with jax.profiler.StepTraceAnnotation("train", step_num=number):

@@ -361,14 +361,14 @@ class TrainingConfig(Section, prefix="training."):
     """Steps with a non-finite loss or gradient are skipped and counted. Training stops after this
     many in a row."""
     profile: str = ""
-    """START:STOP: profile the steps START to STOP - 1, counted from 0, and write a trace for xprof
-    or TensorBoard to profile/ in the work directory; '': no profile."""
+    """Profile of the steps START:STOP, counted from 0 and without STOP: write a trace for xprof and
+    TensorBoard to profile/ in the work directory; '': no profile."""
 
     def rules(self) -> Iterator[Rule]:
-        span = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
+        span = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "0:1")
         yield (
             "profile",
-            not self.profile or (span is not None and int(span[1]) < min(int(span[2]), self.steps)),
+            span is not None and int(span[1]) < min(int(span[2]), self.steps),
             f"'' or START:STOP with START < STOP and START < training.steps = {self.steps}",
         )
         yield (

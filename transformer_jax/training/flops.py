@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
+import re
+
 from transformer_jax.settings.config import Config
 
-# TFLOP/s in dense bfloat16 matmuls by part of JAX's device_kind, from the vendors' data sheets.
+# TFLOP/s in dense bfloat16 matmuls, from the vendors' data sheets. The keys are patterns for JAX's
+# device_kind; the first match counts.
 _PEAKS = {
     "A100": 312,
     "H100 80GB HBM3": 989,  # SXM
     "H200": 989,
     "B200": 2250,
     "TPU v4": 275,
-    "TPU v5e": 197,
+    "TPU v5( lite|e)": 197,
     "TPU v5": 459,  # v5p
-    "TPU v6e": 918,
+    "TPU v6( lite|e)": 918,
 }
 
 
 def peak_tflops(device_kind: str) -> float | None:
     """Return a device's peak TFLOP/s in dense bfloat16 matmuls, None if unknown, as for CPUs."""
-    kind = device_kind.replace(" lite", "e")  # TPU v5 lite
-    return next((peak for name, peak in _PEAKS.items() if name in kind), None)
+    return next((peak for name, peak in _PEAKS.items() if re.search(name, device_kind)), None)
 
 
 def training_flops(config: Config, B: int, S: int, T: int) -> float:
     """Count the model FLOPs of a training step on B rows of S source and T target positions.
 
-    As in PaLM (Chowdhery et al. 2022, appendix B), only matmuls count: 6 FLOPs for each position
-    and weight (2 in the forward pass, 4 in the backward pass) and, in attention, 6 FLOPs for each
-    query, key and number in a head's key and value, with h = H (d_k + d_v) such numbers per key:
+    Only matmuls count, as in PaLM (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T per token):
+    6 FLOPs per multiplication and addition in the forward pass, because the backward pass has two
+    matmuls for each one. Per row, with h = H (d_k + d_v) and F = 2 D d_ff (swiglu: 3 D d_ff), these
+    are
 
-        encoder layer: S (2 D h + F) weights and S S h
-        decoder layer: S D h weights (cross-attention's keys and values), T (3 D h + F) weights and
-            T T h + T S h
-        softmax: T D V weights
+        encoder layer: S (2 D h + F) for projections and feed-forward layer, S S h for attention
+        decoder layer: T (3 D h + F) + S D h (cross-attention's keys and values), (T T + T S) h
+        softmax: T D V
 
-    F = 2 D d_ff weights in a feed-forward layer (swiglu: 3). All positions count, also padding and
-    masked keys; with R-Drop, each row counts twice. Norms, Adam and activations that ``model.remat``
-    recomputes do not count.
+    All positions count, including padding and masked keys; with R-Drop, each row counts twice.
+    Norms, Adam and activations that ``model.remat`` recomputes do not count.
     """
     model = config.model
     D, h = model.d_model, model.num_heads * (model.head_width_k + model.head_width_v)

@@ -28,14 +28,20 @@ class Profiler:
         self._start, self._trace = max(start, step), ExitStack()
         self._folder = run.workdir.folder / "profile" / f"process_{jax.process_index()}"
         if profile and self._stop <= step:
-            log.warning("training.profile is %s; expected steps from %d on.", profile, step)
+            log.warning(
+                f"training.profile is {profile!r}, but the run resumes at step {step}. Choose "
+                "later steps."
+            )
 
     def run(self, train_step: Any, step: int, *inputs: Any) -> Any:
         """Call ``train_step`` with the state and the batch, for step number ``step``, from 0."""
         if step == self._start < self._stop:
             jax.block_until_ready(inputs)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls of Python functions would fill the trace
             with _logged_errors():
-                self._trace.enter_context(jax.profiler.trace(self._folder))
+                trace = jax.profiler.trace(self._folder, profiler_options=options)
+                self._trace.enter_context(trace)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             results = train_step(*inputs)
         if step + 1 == self._stop:

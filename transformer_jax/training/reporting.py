@@ -8,7 +8,6 @@ import math
 import operator
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -47,7 +46,7 @@ def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
 class Meter:
     """Running totals in ``progress``, and averages since the last log entry."""
 
-    def __init__(self, progress: Progress, devices: Sequence[jax.Device]):
+    def __init__(self, progress: Progress, devices: list[jax.Device]):
         self._progress, self._devices = progress, devices
         self._sums: LossSums
         self.restart()
