@@ -117,9 +117,10 @@ def table_of(rounds: list[Answer], steps: int) -> Table:
     known = sum(row.total() for row in found.values())
     found["rest"] = Counter(other=whole - known)
     found = dict(sorted(found.items(), key=lambda item: -item[1].total()))
-    found["all"] = Counter()
-    for row in list(found.values()):
-        found["all"].update(row)
+    everything: Counter[str] = Counter()
+    for row in found.values():
+        everything.update(row)
+    found["all"] = everything
     table: Table = {}
     for name, row in found.items():
         table[name] = {column: row[column] / steps / len(rounds) for column in _COLUMNS}
