@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import ONE, changed, entries, final_state, no_evaluation, tiny
+from runs import ONE, changed, entries, final_state, no_evaluation, tiny, traced
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import Config, TrainingConfig
@@ -16,20 +16,6 @@ CONFIG = no_evaluation(tiny(dropout=0.1, steps=8, checkpoint_every=4, log_every=
 
 def profiled(steps: str) -> Config:
     return changed(CONFIG, training={"profile": steps})
-
-
-def traced(workdir: Path, process: int = 0) -> tuple[list[int], int]:
-    """The numbers of the steps in a run's only trace, and how many times XLA ran the step."""
-    [file] = (workdir / "profile" / f"process_{process}").rglob("*.xplane.pb")
-    steps, runs = [], set()
-    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        for event in [event for line in plane.lines for event in line.events]:
-            found = dict(event.stats)
-            if event.name == "train":
-                steps.append(found["step_num"])
-            if found.get("hlo_module") == "jit_train_step":
-                runs.add((found["run_id"], found["device_ordinal"]))
-    return sorted(steps), len(runs)
 
 
 @pytest.fixture(scope="module")
