@@ -6,6 +6,7 @@ deviation from the paper is a named field. ``config_files.py`` reads and writes 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -359,8 +360,17 @@ class TrainingConfig(Section, prefix="training."):
     max_bad_steps: Positive = 10
     """Steps with a non-finite loss or gradient are skipped and counted. Training stops after this
     many in a row."""
+    profile: str = ""
+    """Profile of the steps START:STOP, counted from 0 and without STOP: write a trace for xprof and
+    TensorBoard to profile/ in the work directory; '': no profile."""
 
     def rules(self) -> Iterator[Rule]:
+        span = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "0:1")
+        yield (
+            "profile",
+            span is not None and int(span[1]) < min(int(span[2]), self.steps),
+            f"'' or START:STOP with START < STOP and START < training.steps = {self.steps}",
+        )
         yield (
             "average",
             self.average == "auto" or self.average <= self.keep_checkpoints,
