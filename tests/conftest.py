@@ -9,11 +9,13 @@ import importlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,35 +24,46 @@ from typing import Any
 SLOW = [
     f"tests/{name}.py"
     for name in (
+        "test_benchmarks",
         "training/test_processes",
         "training/test_loop",
         "training/test_step",
-        "test_benchmarks",
         "test_library_examples",
-        "test_examples",
-        "training/test_object_store",
+        "serving/test_page",
         "decoding/test_engine",
+        "interop/test_export",
+        "saved_models/test_checkpoint",
         "training/test_resumed_runs",
+        "test_decode_cli",
+        "training/test_object_store",
+        "test_examples",
+        "training/test_profiler",
+        "model/test_transformer",
+        "interop/test_pytorch",
+        "decoding/test_beam_search",
         "test_notebooks",
         "test_table3",
-        "test_decode_cli",
-        "serving/test_workers",
-        "saved_models/test_checkpoint",
-        "training/test_compiling",
-        "decoding/test_continuous_batching",
-        "serving/test_page",
-        "model/test_transformer",
-        "decoding/test_translator",
-        "training/test_loss",
         "interop/test_import_huggingface",
-        "decoding/test_beam_search",
-        "serving/test_app",
+        "training/test_loss",
+        "serving/test_limits",
+        "training/test_compiling",
         "training/test_variants",
-        "interop/test_export",
-        "interop/test_pytorch",
+        "serving/test_app",
+        "serving/test_workers",
+        "data/test_corpus",
+        "report/test_contents",
+        "model/test_decode_kernel",
+        "model/test_matmul",
+        "decoding/test_translator",
         "test_wheel",
+        "decoding/test_continuous_batching",
         "test_report",
+        "decoding/test_limits",
+        "decoding/test_sampling",
+        "training/test_start_from",
         "serving/test_program",
+        "saved_models/test_remote",
+        "model/test_attention_kernel",
     )
 ]
 
@@ -153,8 +166,8 @@ def exchange_compiled() -> None:
             os.link(SHARED / name, OWN / name)
 
 
-for entry in [] if "PYTEST_XDIST_WORKER" in os.environ else COMPILED.glob("*/*-cache"):
-    with suppress(FileNotFoundError):
+with suppress(FileNotFoundError):  # another test run deletes its folder
+    for entry in [] if "PYTEST_XDIST_WORKER" in os.environ else COMPILED.glob("*/*-cache"):
         if max(entry.stat().st_atime, entry.stat().st_mtime) < time.time() - 7 * 86400:
             entry.unlink()
 exchange_compiled()
@@ -174,6 +187,48 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs {needed} devices, as simulated on CPUs; found {jax.device_count()}")
     if (mark := item.get_closest_marker("cpu")) and jax.default_backend() != "cpu":
         pytest.skip(f"CPU only: {mark.args[0]}")
+
+
+started: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
+_start_program = subprocess.Popen.__init__
+
+
+def _start_and_note(self: subprocess.Popen[Any], *given: Any, **settings: Any) -> None:
+    _start_program(self, *given, **settings)
+    started.add(self)
+
+
+subprocess.Popen.__init__ = _start_and_note  # type: ignore[method-assign]
+
+
+@contextmanager
+def programs_end_with_failure() -> Iterator[None]:
+    """Kill the programs that a failing test has started. Left running, they would make later tests
+    fail.
+    """
+    before = set(started)
+    try:
+        yield
+    except BaseException:
+        for program in set(started) - before:
+            program.kill()
+            program.wait()
+            for pipe in filter(None, (program.stdin, program.stdout, program.stderr)):
+                with suppress(OSError):  # a broken pipe
+                    pipe.close()
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    with programs_end_with_failure():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Generator[None, Any, Any]:
+    with programs_end_with_failure():
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -254,6 +309,7 @@ def browser() -> Iterator[Any]:
     if program is None:
         pytest.skip(f"needs a browser ({' or '.join(names)}): apt-get install chromium")
     with api.sync_playwright() as play:
+        api.expect.set_options(timeout=30_000)
         browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()

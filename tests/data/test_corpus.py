@@ -330,12 +330,12 @@ def test_killed_while_building(tmp_path, finished, workers, chunks):
 
 
 def wait_for_orphans(folder):
-    """Wait up to 10 seconds until all processes that a builder started have ended."""
+    """Wait up to a minute until all processes that a builder started have ended."""
 
     def orphans():
         return [p for p in psutil.process_iter() if p.pid != os.getpid() and mark(p) == str(folder)]
 
-    deadline = time.time() + 10
+    deadline = time.time() + 60
     while orphans() and time.time() < deadline:
         time.sleep(0.05)
     assert not orphans()

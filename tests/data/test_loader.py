@@ -46,7 +46,7 @@ def loader_threads() -> list[str]:
 
 
 def assert_threads_end() -> None:
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while loader_threads() and time.monotonic() < until:
         time.sleep(0.01)
     assert not loader_threads()
@@ -141,16 +141,21 @@ def test_threads_end_with_the_last_batch_or_when_closed():
 
 
 def test_batches_are_prefetched():
+    second = threading.Event()
+
     class Slow(BatchPlan):
         def batch(self, step, rows=slice(None)):
-            time.sleep(0.2)
+            time.sleep(0.5)
+            if step == 1:
+                second.set()
             return super().batch(step, rows)
 
     plan = make_plan()
     plan.__class__ = Slow
     with closing(load_batches(plan)) as batches:
         next(batches)
-        time.sleep(0.5)
+        assert second.wait(60)  # before anything asks for it
+        time.sleep(0.3)
         began = time.perf_counter()
         next(batches)
-        assert time.perf_counter() - began < 0.15
+        assert time.perf_counter() - began < 0.4

@@ -52,7 +52,13 @@ def tokenizer() -> Tokenizer:
 def config(tokenizer: Tokenizer) -> Config:
     return Config(
         model=ModelConfig(
-            vocab_size=tokenizer.target.vocab_size, d_model=8, d_ff=8, num_heads=2, num_layers=1
+            vocab_size=tokenizer.target.vocab_size,
+            d_model=8,
+            d_ff=8,
+            num_heads=2,
+            num_layers=1,
+            norm_bias=False,  # Orbax takes most of the time, for each array
+            feed_forward_bias=False,
         ),
         data=DataConfig(max_source_length=16, max_target_length=16),
         optimizer=OptimizerConfig(ema_decay=0.0),

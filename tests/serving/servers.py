@@ -80,8 +80,8 @@ class Server(NamedTuple):
         return self.request("POST", "/translate", body, content_type=kind)
 
     def is_idle(self) -> bool:
-        """Wait until no sentence has a row or waits for one; False after 20 s."""
-        end = time.monotonic() + 20
+        """Wait until no sentence has a row or waits for one; False after 60 s."""
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             searches = [model.workers for model in self.service.models.values()]
             rows = sum(each.num_busy + each.num_waiting for each in searches)

@@ -428,13 +428,13 @@ def test_leading_tags_are_split_off() -> None:
     ids=["length", "chunks", "header", "headers", "complete header"],
 )
 def test_large_requests_are_rejected_early(server: Server, sent: bytes, status: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(HEAD + sent)
         assert client.recv(1000).startswith(b"HTTP/1.1 %b " % status)
 
 
 def test_slow_bodies_time_out(strict: Server) -> None:
-    with socket.create_connection(("127.0.0.1", strict.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as client:
         client.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
         answer = client.recv(1000)
     assert answer.startswith(b"HTTP/1.1 503 ") and b"timed out after 0.3 s" in answer
@@ -443,7 +443,7 @@ def test_slow_bodies_time_out(strict: Server) -> None:
 def test_disconnects_within_a_body_are_silent(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
     assert server.ask(q="one").status == 200 and not caplog.records
 
@@ -498,7 +498,7 @@ def test_disconnected_clients_free_their_rows(server: Server) -> None:
     body = json.dumps({"q": "\n".join(LINES), "target": "de"}).encode()
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     for path in [b"/translate", b"/translate/stream"] * 20:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
             client.sendall(head % path + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             time.sleep(0.005)
     assert server.is_idle()

@@ -119,7 +119,7 @@ def test_npm_clients_work_unchanged(server: Server) -> None:
     if node is None or not (folder / "node_modules" / "libretranslate").is_dir():
         pytest.skip("needs node, and clients that `make test` installs with npm")
     command = [node, "--input-type=module", "--eval", NPM_CLIENTS, "--", server.url, *LINES[:5]]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     expected = server.translator.translate(LINES[:5])

