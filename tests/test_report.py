@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from random_models import lines_of_words, make_model, train_tokenizer
 
@@ -251,11 +251,17 @@ WORDS = st.lists(st.sampled_from(["a", "b", "cd", "<e>"]), max_size=8).map(" ".j
 
 
 @given(WORDS, WORDS)
+@example("a cd", "ad")
+@example("ad", "a cd")
 def test_a_diff_contains_both_sides(reference, translation):
+    """If either side has a space, the diff never splits a word."""
     found = word_diff(reference, translation)
     for mark, side in (("ins", reference), ("del", translation)):
         text = "".join(words for tag, words in found if tag != mark)
         assert "".join(text.split()) == "".join(side.split())
+        if " " in reference + translation:
+            parts = [words for tag, words in found if tag != mark]
+            assert [word for words in parts for word in words.split()] == side.split()
     if reference == translation:
         assert {tag for tag, _ in found} <= {""}
 

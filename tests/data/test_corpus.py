@@ -566,8 +566,10 @@ def test_no_worker_loads_jax(tmp_path, monkeypatch):
 
 def test_number_of_cores(monkeypatch):
     assert num_cores() >= 1
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5}, raising=False)  # as under taskset
+    assert num_cores() == 1
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     assert num_cores() == 3
 
 

@@ -515,6 +515,20 @@ def test_every_search_setting_has_its_name_in_ctranslate2(
     assert its["layer_norm_epsilon"] == config.model.norm_epsilon
 
 
+@pytest.mark.parametrize("tie_embeddings", ["all", "target"])
+def test_suppressed_tokens_are_target_tokens(
+    tie_embeddings, tmp_path, joint, separate, make
+) -> None:
+    tokenizer = joint if tie_embeddings == "all" else separate
+    [letter] = tokenizer.target.require_ids(["T"], "T")
+    assert (tokenizer.source.tokens([letter]) == ["T"]) is (tie_embeddings == "all")
+    config, model = make(tokenizer, num_layers=1, tie_embeddings=tie_embeddings)
+    config = with_search(config, suppress=("T",))
+    folder = export("ctranslate2", tmp_path / "out", config, model, tokenizer)
+    settings = in_json(folder / "generation_config.json")
+    assert settings["suppress_sequences"] == [["<pad>"], ["T"]]
+
+
 def test_every_setting_has_its_name_in_hugging_faces_files(tmp_path, joint, make) -> None:
     sizes = {"num_layers": 2, "num_decoder_layers": 1, "num_heads": 4, "activation": "gelu_tanh"}
     rates = {"dropout": 0.3, "attention_dropout": 0.2, "feed_forward_dropout": 0.15}

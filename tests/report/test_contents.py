@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 
 from transformer_jax import Config, DecodingConfig, PairsConfig, Translator, UserError
 from transformer_jax.report import __main__ as program
-from transformer_jax.report import attention, heat_maps, samples
+from transformer_jax.report import attention, facts, heat_maps, samples
 from transformer_jax.report import charts as charts_module
 from transformer_jax.report.attention import SentenceAttention
 from transformer_jax.report.page import page as render
@@ -197,6 +198,16 @@ def test_settings_are_in_the_column_of_their_run_and_the_default_is_last(tmp_pat
     assert settings["training.eval_every"] == ["3", "3", default]
     [before, *others] = re.findall(r"<details( open)?>", page)
     assert before == " open" and not any(others)  # the differences
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_setting_differs_if_any_run_has_another_value(count):
+    default = Config().seed
+    for seeds in product((default, default + 1), repeat=count):
+        tables = facts.settings([dataclasses.replace(Config(), seed=seed) for seed in seeds])
+        [title] = [title for title, table in tables.items() if "seed" in {row[0] for row in table}]
+        chosen = "Changed from the default" if seeds[0] != default else "Default"
+        assert title == ("Different between runs" if len({*seeds}) > 1 else chosen)
 
 
 @pytest.mark.parametrize("values", [(0.0, 0.0, 0.0), (0.0, 2.0, 0.0), (3.0, 0.0, 4.0)])

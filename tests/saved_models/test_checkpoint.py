@@ -20,7 +20,11 @@ from runs import ONE, changed
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.saved_models import averaging, checkpoint
-from transformer_jax.saved_models.checkpoint import newest_intact
+from transformer_jax.saved_models.checkpoint import (
+    complete_steps,
+    delete_checkpoint,
+    newest_intact,
+)
 from transformer_jax.saved_models.model_folder import load_model, save_model
 from transformer_jax.settings.config import (
     Config,
@@ -32,6 +36,7 @@ from transformer_jax.settings.config import (
     TrainingConfig,
 )
 from transformer_jax.settings.config_files import to_json
+from transformer_jax.storage.files import remote_path
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training import saver as checkpoint_module
 from transformer_jax.training.progress import Progress
@@ -342,6 +347,27 @@ def test_an_interrupted_save_leaves_no_checkpoint(
     [said] = [line for line in caplog.messages if "00000002" in line]
     assert "is incomplete or corrupt" in said
     assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]
+
+
+@pytest.mark.parametrize("where", ["local", "url"])
+def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(where, tmp_path, monkeypatch):
+    """A checkpoint that lacks files must not look complete."""
+    store = tmp_path if where == "local" else remote_path("memory://interrupted")
+    path = store / "00000003"
+    for name in ("state/parameters/x", "state/rest/y", "manifest.json"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("{}")
+    assert complete_steps(store) == [3]
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "remove_folder", interrupted)
+        delete_checkpoint(path)
+    assert complete_steps(store) == [] and (path / "state/rest/y").exists()
+    delete_checkpoint(path)
+    assert not path.exists()
 
 
 def test_a_step_is_saved_once(checkpoints: Checkpoints, run: StepFunctions) -> None:

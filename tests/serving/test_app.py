@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +20,7 @@ import jax
 import pytest
 from servers import LINES, Server, make_model_to_serve, serving
 
-from transformer_jax.decoding.records import Request
+from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.async_translator import (
@@ -30,8 +30,9 @@ from transformer_jax.serving.async_translator import (
     SearchFailed,
 )
 from transformer_jax.serving.flags import Pair
-from transformer_jax.serving.schema import Query
-from transformer_jax.serving.service import Service, _split_tag
+from transformer_jax.serving.schema import Answer, Query
+from transformer_jax.serving.service import Answering, Service, _split_tag
+from transformer_jax.serving.text import cut
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
@@ -193,6 +194,27 @@ def test_alternatives_and_details_equal_the_translators(server: Server) -> None:
         [translations[1].text],
         [each.text for each in next(server.translator.stream(["one"], num_hypotheses=2))[1:]],
     ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_alternatives_are_other_texts_without_repeats(count: int) -> None:
+    """A sentence with fewer hypotheses keeps its last one; other tokens can spell the same text."""
+    found = [["A", "A", "B", "C"], ["a"], ["x", "y", "x", "y"]]
+    split = cut("one\ntwo\nsix", language="en", split=True)
+
+    async def answer(sentences: list[list[str]]) -> Answer:
+        hypotheses = [[Translation(text, 0, 0, 1) for text in its] for its in sentences]
+        tasks = [asyncio.create_task(asyncio.sleep(0, its)) for its in hypotheses]
+        query = Query(q="one\ntwo\nsix", target="de", alternatives=count)
+        return await Answering(query, Pair("en", "de"), [(split, tasks)]).whole()
+
+    for sentences in product(found, repeat=3):
+        ranks = range(1, count + 1)
+        texts = ["\n".join(its[min(rank, len(its) - 1)] for its in sentences) for rank in ranks]
+        answered = asyncio.run(answer(list(sentences)))
+        best = "\n".join(its[0] for its in sentences)
+        assert answered.translatedText == best
+        assert answered.alternatives == list(dict.fromkeys(x for x in texts if x != best))
 
 
 def test_attention_has_a_row_for_each_token_unless_the_text_is_long(server: Server) -> None:

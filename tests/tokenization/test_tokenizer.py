@@ -16,6 +16,7 @@ from number_names import number_names
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import TokenizerConfig
+from transformer_jax.tokenization import tokenizer as tokenizer_module
 from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
@@ -96,6 +97,29 @@ def test_training_sentences_are_spread_over_the_text(joint):
     # limit
     every = pairs[:: 8 if joint else 4]
     assert some.fingerprint == train(joint=joint, pairs=every, vocab_size=40).fingerprint
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 9])
+@pytest.mark.parametrize("joint", [True, False])
+def test_as_many_training_sentences_as_allowed_are_kept(joint, most, monkeypatch):
+    """Every k-th pair, for the smallest power of two k. Joint: each pair has two sentences."""
+    sides = ["st"] if joint else ["s", "t"]  # of each model
+    learned = []
+
+    def learn(lines, _):
+        learned.append(list(lines))
+        return model
+
+    model = train().source.model
+    monkeypatch.setattr(tokenizer_module, "_learn", learn)
+    config = TokenizerConfig(joint=joint, max_training_sentences=2 * most if joint else most)
+    for count in range(1, 40):
+        learned.clear()
+        Tokenizer.train(((f"s{i}", f"t{i}") for i in range(count)), config)
+        stride = next(2**i for i in range(9) if len(range(0, count, 2**i)) <= most)
+        kept = range(0, count, stride)
+        expected = [sorted(f"{side}{i}" for side in its for i in kept) for its in sides]
+        assert list(map(sorted, learned)) == expected
 
 
 @pytest.mark.parametrize("joint", [True, False])

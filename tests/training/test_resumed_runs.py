@@ -121,6 +121,7 @@ def test_a_signal_during_an_evaluation_stops_after_the_next_step(
         patch.setattr(Evaluator, "dev", signaled)
         summary = train(EVALUATED, tmp_path / "run", devices=ONE)
     assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 4)
+    assert summary["steps"] < EVALUATED.training.steps and not summary["stopped_early"]
     ends_alike(tmp_path / "run", uninterrupted)
 
 
