@@ -129,7 +129,7 @@ def export(job: Answer) -> Engine:
     return dict
 
 
-def ours(job: Answer, ids: Ids, *, dtype: str = "auto") -> Search:
+def ours(job: Answer, ids: Ids, *, dtype: str = "auto", weights: str = "auto") -> Search:
     """Search with our ``Engine`` on each device, with all sentences in one call."""
     from flax import nnx
 
@@ -141,8 +141,9 @@ def ours(job: Answer, ids: Ids, *, dtype: str = "auto") -> Search:
     graph = abstract_model(replace(config.model, dtype=dtype)).graph
     model = nnx.merge(graph, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     suppress = () if job["workdir"] or job["output_length"] else (EOS_ID,)
-    share = replace(config.decoding, batch_size=-(-config.decoding.batch_size // len(places)))
-    engines = [engine.Engine(model, share, suppress=suppress, device=place) for place in places]
+    share = -(-config.decoding.batch_size // len(places))
+    decoding = replace(config.decoding, batch_size=share, weights=weights)
+    engines = [engine.Engine(model, decoding, suppress=suppress, device=place) for place in places]
     sentences = [engine.Sentence(x) for x in ids]
     return lambda: [best.tokens for best, *_ in engine.search_together(engines, sentences)]
 
@@ -151,6 +152,7 @@ ENGINES: dict[str, Callable[[Answer, Ids], Search]] = {
     "ours": ours,
     "ours_float32": partial(ours, dtype="float32"),
     "ours_bfloat16": partial(ours, dtype="bfloat16"),
+    "ours_int8": partial(ours, weights="int8"),
 }
 
 

@@ -19,6 +19,7 @@ from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.errors import UserError
+from transformer_jax.model import matmul
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig, ModelConfig
 
@@ -347,15 +348,60 @@ def test_the_loop_copies_no_cache_and_writes_logits_once():
     assert len(written) == 1, written
 
 
-@pytest.mark.cpu("elsewhere sums may be taken in another order")
-def test_mixed_precision_does_not_depend_on_the_batch():
+@pytest.mark.cpu("elsewhere sums may be taken in another order, and int8 is not supported")
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_other_precisions_do_not_depend_on_the_batch(precision, with_amx):
     """Each row's matmuls and its rounded inputs are its own."""
-    model = make_model(0, dataclasses.replace(MODEL, dtype="bfloat16"))
+    dtype, weights = ("float32", "int8") if precision == "int8" else (precision, "auto")
+    model = make_model(0, dataclasses.replace(MODEL, dtype=dtype))
     sentences = [
         Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + i % 9).tolist()) for i in range(24)
     ]
-    engine = Engine(model, dataclasses.replace(CONFIG, batch_size=8))
+    engine = Engine(model, dataclasses.replace(CONFIG, batch_size=8, weights=weights))
     whole = engine.search(sentences)
     order = np.random.default_rng(0).permutation(len(sentences))
     assert engine.search([sentences[i] for i in order]) == [whole[i] for i in order]
     assert [engine.search([sentence])[0] for sentence in sentences[:4]] == whole[:4]
+
+
+@pytest.fixture
+def with_amx(monkeypatch):
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"amx_int8"})
+
+
+INT8 = dataclasses.replace(CONFIG, weights="int8")
+
+
+@pytest.mark.cpu("int8 is for CPUs")
+def test_a_search_with_int8_weights(with_amx, caplog):
+    """Every matrix is an int8 array in the loop, and scores are close to those of the float32
+    model. A sentence with infinite activations has no result, and its neighbors are unchanged.
+    """
+    models = [make_model(0), make_model(3)]
+    engine = Engine(Ensemble(models), INT8)
+    weights = jax.tree.leaves(engine._weights)
+    matrices = {x.shape for x in jax.tree.leaves(engine.parameters) if x.ndim > 1}
+    embeddings = {(VOCAB, 16)}
+    assert matrices - embeddings == {x.shape for x in weights if x.dtype == np.int8} - embeddings
+    assert sum(x.dtype == np.int8 for x in weights) == 2 * (1 + 3 * 4 + 2 * 2)
+    found = engine.search(SENTENCES)
+    exact = Engine(Ensemble(models), CONFIG).search(SENTENCES)
+    same = [
+        a[0].log_prob - b[0].log_prob for a, b in zip(found, exact) if tokens([a]) == tokens([b])
+    ]
+    assert len(same) > 20 and 0 < np.abs(same).mean() < 0.1
+
+    corrupt = nnx.clone(make_model(0))
+    matrix = corrupt.source_embedding.matrix
+    matrix[...] = matrix[...].at[39].set(np.inf)
+    without = [s for s in SENTENCES[:9] if 39 not in s.tokens]
+    found = Engine(corrupt, INT8).search([*without, Sentence([5, 39])])
+    assert found == [*Engine(make_model(0), INT8).search(without), []]
+    assert f"1 of {len(found)} sentences have no result" in caplog.text
+
+
+@pytest.mark.cpu("it is refused for another reason elsewhere")
+def test_int8_needs_amx(monkeypatch):
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx512_vnni", "amx_bf16"})
+    with pytest.raises(UserError, match="decoding.weights is 'int8', which needs a CPU with AMX"):
+        Engine(make_model(0), INT8)

@@ -1,6 +1,7 @@
 """Data types of matmuls, and mixed precision on a CPU."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,6 +72,40 @@ def test_a_model_computes_in_mixed_precision() -> None:
         "pjit",
     }
     np.testing.assert_allclose(model(source, target), exact(source, target), atol=0.1)
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_int8_has_a_scale_per_row_and_per_output_channel(equation: str) -> None:
+    """The sums of integers are exact, so a row is bit-identical in any batch."""
+    a, b = _inputs(equation, B=3)
+    a, b = a.at[0, 0].set(0.0), b.at[..., 0].set(0.0) if equation.endswith("F") else b
+    a_axes, b_axes, out = equation.replace("->", ",").split(",")
+    integers, scale = matmul.quantize(equation, b)
+    assert integers.dtype == jnp.int8 and jnp.abs(integers).max() == 127
+    multiply = partial(matmul.einsum, equation, dtype=jnp.float32, result=jnp.float32)
+    found = jax.jit(multiply)(a, integers, scale=scale)
+
+    summed = tuple(i for i, axis in enumerate(a_axes) if axis not in out)
+    steps = np.abs(a).max(summed, keepdims=True) / 127
+    rounded = np.round(a / np.where(steps == 0, 1, steps)) * steps
+    axes = "".join(axis for axis in b_axes if axis in out)
+    expected = np.einsum(f"{a_axes},{b_axes},{axes}->{out}", rounded, integers, scale)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found, jnp.einsum(equation, a, b), atol=0.15)
+    alone = jax.jit(multiply)(a[1:2, :1], integers, scale=scale)
+    np.testing.assert_array_equal(alone, found[1:2, :1])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_invalid_activations_stay_in_their_row_with_int8(value: float) -> None:
+    equation = "BLD,DF->BLF"
+    a, b = _inputs(equation)
+    integers, scale = matmul.quantize(equation, b)
+    multiply = partial(matmul.einsum, equation, dtype=jnp.float32, result=jnp.float32)
+    expected = multiply(a, integers, scale=scale)
+    found = multiply(a.at[1, 2, 3].set(value), integers, scale=scale)
+    assert not np.isfinite(found[1, 2]).any()
+    np.testing.assert_array_equal(found.at[1, 2].set(0), expected.at[1, 2].set(0))
 
 
 @pytest.mark.cpu("auto is bfloat16 elsewhere")

@@ -30,6 +30,7 @@ from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Hypothesis, Method, Sentence, results
 from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
+from transformer_jax.model.matmul import check_int8
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -171,6 +172,8 @@ class Engine:
         """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
         token ids of ``config.suppress``.
         """
+        if config.weights == "int8":
+            check_int8()
         self.config, self.method = config, _method(config, suppress)
         self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
@@ -196,7 +199,9 @@ class Engine:
         self._parameters = on_device(parameters, self._device)
         self._weights = {}
         if parameters:
-            graph, weights = nnx.split(with_cast_weights(self.model), nnx.Param)
+            graph, weights = nnx.split(
+                with_cast_weights(self.model, self.config.weights), nnx.Param
+            )
             self._weights = nnx.to_pure_dict(weights)
             self._search = _Search(
                 graph, self.method, self.config.max_extra_length, self._position_limit

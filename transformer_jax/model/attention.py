@@ -85,7 +85,12 @@ def dot_product_attention(
 class Projection(nnx.Einsum):
     """Linear projection with float32 Xavier-uniform weights and an optional bias, computed in
     ``dtype``.
+
+    Attributes:
+      scale: scale of each output channel, if the kernel is int8 (``with_cast_weights``).
     """
+
+    scale: nnx.Param[jax.Array] | None = None
 
     def __init__(
         self,
@@ -107,11 +112,12 @@ class Projection(nnx.Einsum):
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        """Project ``x``. In mixed precision on a CPU, the result is float32."""
-        if x.dtype != jnp.float32 or not is_mixed(self.dtype):
+        """Project ``x``. In mixed precision on a CPU, and with int8, the result is float32."""
+        scale = None if self.scale is None else self.scale[...]
+        if scale is None and (x.dtype != jnp.float32 or not is_mixed(self.dtype)):
             return super().__call__(x)
         kernel, bias = self.kernel[...], self.bias
-        y = einsum(self.einsum_str, x, kernel, dtype=jnp.bfloat16, result=jnp.float32)
+        y = einsum(self.einsum_str, x, kernel, dtype=jnp.bfloat16, result=jnp.float32, scale=scale)
         return y if bias is None else y + jnp.broadcast_to(bias[...], y.shape)
 
 

@@ -3,7 +3,7 @@
 XLA's CPU backend multiplies bfloat16 matrices fast on processors that have instructions for it
 (AMX), but emulates all other operations in bfloat16. So on a CPU, ``model.dtype`` bfloat16 is mixed
 precision: the inputs of matmuls with weights are rounded to bfloat16; their results, and all
-activations, are float32.
+activations, are float32. With ``decoding.weights`` int8, the inputs are rounded to 8-bit integers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from transformer_jax.devices.machine import cpu_flags
+from transformer_jax.errors import UserError
 from transformer_jax.settings.config import ModelConfig
+
+_INT8_MAX = 127
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
@@ -47,17 +50,64 @@ def is_mixed(dtype: Any) -> bool:
     return dtype == jnp.bfloat16 and _on_cpu()
 
 
+def check_int8() -> None:
+    """Raise ``UserError`` if matmuls of 8-bit integers are slow here."""
+    if not _on_cpu() or "amx_int8" not in cpu_flags():
+        raise UserError(
+            "decoding.weights is 'int8', which needs a CPU with AMX (amx_int8 in /proc/cpuinfo); "
+            "expected 'auto' on this machine."
+        )
+
+
+def quantize(equation: str, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Round the second input of an ``einsum`` to int8, with one scale per output channel.
+
+    Returns the integers and ``scale``, which has the axes that are not summed.
+    """
+    axes, out = equation.split(",")[1].split("->")
+    summed = tuple(i for i, axis in enumerate(axes) if axis not in out)
+    scale = jnp.max(jnp.abs(b), summed, keepdims=True) / _INT8_MAX
+    integers = jnp.round(b / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
+    return integers, scale.squeeze(summed)
+
+
 def einsum(
-    equation: str, a: jax.Array, b: jax.Array, *, dtype: DTypeLike, result: DTypeLike
+    equation: str,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    dtype: DTypeLike,
+    result: DTypeLike,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply two arrays as ``jnp.einsum`` does, and return an array of type ``result``.
 
     The axes that are summed must come first or last in each input, and the result must have the
-    other axes of ``a`` before those of ``b``.
+    other axes of ``a`` before those of ``b``. ``b`` and ``scale`` can come from ``quantize``; the
+    summed axes of ``a`` must then be last, and each of its rows is quantized by its own maximum.
     """
+    if scale is not None:
+        return _quantized(equation, a, b, scale).astype(result)
     if is_mixed(dtype):
         return _rounded(equation, a, b).astype(result)
     return jnp.einsum(equation, a, b, preferred_element_type=result)
+
+
+def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+    a_axes, b_axes, out = equation.replace("->", ",").split(",")
+    summed = "".join(axis for axis in a_axes if axis not in out)
+    rows = a.shape[: len(a_axes) - len(summed)]
+    a = a.reshape(math.prod(rows), -1)
+    # NaN and infinity make the whole row NaN.
+    largest_M1 = jnp.max(jnp.abs(a), axis=1, keepdims=True)
+    integers = jnp.round(a * (_INT8_MAX / jnp.maximum(largest_M1, 1e-30))).astype(jnp.int8)
+    first = b_axes.startswith(summed)
+    b = b.reshape(a.shape[1], -1) if first else b.reshape(-1, a.shape[1])
+    out_MN = jax.lax.dot_general(
+        integers, b, (((1,), (0 if first else 1,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    out_MN = out_MN * (largest_M1 / _INT8_MAX) * scale.reshape(1, -1)
+    return out_MN.reshape(*rows, *scale.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -20,7 +20,7 @@ from transformer_jax.model.layers import (
     EncoderLayer,
     embedding_matrix,
 )
-from transformer_jax.model.matmul import compute_dtype, einsum
+from transformer_jax.model.matmul import compute_dtype, einsum, quantize
 from transformer_jax.model.norms import make_norm
 from transformer_jax.model.positions import segment_positions
 from transformer_jax.settings.checks import checked
@@ -28,6 +28,8 @@ from transformer_jax.settings.config import ModelConfig
 from transformer_jax.tokenization.special_ids import BOS_ID, PAD_ID
 
 M = TypeVar("M", bound=nnx.Module)
+
+_LOGITS = "BTD,VD->BTV"
 
 
 class AttentionWeights(NamedTuple):
@@ -85,7 +87,12 @@ class Transformer(nnx.Module):
 
     Training calls the module or ``hidden``; decoding calls ``encode``, ``start_cache`` and
     ``decode_step``. Modules hold only parameters; dropout keys are passed at call time.
+
+    Attributes:
+      softmax_scale: scales [V] of an int8 ``softmax_matrix`` (``with_cast_weights``).
     """
+
+    softmax_scale: nnx.Param[jax.Array] | None = None
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Initialize the parameters with ``rngs``."""
@@ -231,9 +238,13 @@ class Transformer(nnx.Module):
     @checked
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Compute logits of the next token, float32 [B, T, V]."""
-        dtype = compute_dtype(self.config)
-        matrix_VD = self.output_matrix_VD.astype(dtype)
-        logits_BTV = einsum("BTD,VD->BTV", hidden_BTD, matrix_VD, dtype=dtype, result=jnp.float32)
+        dtype, matrix_VD = compute_dtype(self.config), self.output_matrix_VD
+        scale_V = None if self.softmax_scale is None else self.softmax_scale[...]
+        if scale_V is None:
+            matrix_VD = matrix_VD.astype(dtype)
+        logits_BTV = einsum(
+            _LOGITS, hidden_BTD, matrix_VD, dtype=dtype, result=jnp.float32, scale=scale_V
+        )
         bias_V = self.output_bias_V
         return logits_BTV if bias_V is None else logits_BTV + bias_V[None, None]
 
@@ -307,15 +318,21 @@ def abstract_model(config: ModelConfig) -> AbstractModel:
     return AbstractModel(graph, nnx.to_pure_dict(parameters))
 
 
-def with_cast_weights(model: M) -> M:
-    """Copy a model (or an ensemble) for a decoding loop, with matrices stored in ``compute_dtype``.
+def with_cast_weights(model: M, weights: str = "auto") -> M:
+    """Copy a model (or an ensemble) for a decoding loop, with its matrices rounded in advance.
 
-    Outputs are bit-identical. Without this copy, XLA on a GPU would cast every matrix in each step.
+    By default to ``compute_dtype``: outputs are bit-identical, but without this copy, XLA on a GPU
+    would cast every matrix in each step. If ``weights`` is int8, to 8-bit integers (``quantize``).
     """
     model = nnx.clone(model)
     modules = [module for _, module in nnx.iter_modules(model)]
     for module in modules:
         if isinstance(module, Projection):
+            if weights == "int8":
+                module.kernel, module.scale = map(
+                    nnx.Param, quantize(module.einsum_str, module.kernel[...])
+                )
+                continue
             for parameter in (module.kernel, module.bias):
                 if parameter is not None:
                     parameter.set_value(parameter[...].astype(module.dtype))
@@ -324,7 +341,12 @@ def with_cast_weights(model: M) -> M:
             if runs_kernels():  # the decoding kernel reads merged projections
                 for layer in module.decoder.layers:
                     layer.self_attention.merge_projections()
-            matrix_VD = module.output_matrix_VD.astype(compute_dtype(module.config))
+            matrix_VD = module.output_matrix_VD
+            if weights == "int8":
+                matrix_VD, scale_V = quantize(_LOGITS, matrix_VD)
+                module.softmax_scale = nnx.Param(scale_V)
+            else:
+                matrix_VD = matrix_VD.astype(compute_dtype(module.config))
             module.softmax_matrix = nnx.data(nnx.Param(matrix_VD))
     return model
 

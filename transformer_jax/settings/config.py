@@ -410,6 +410,9 @@ class DecodingConfig(Section, prefix="decoding."):
     batch_size: Size = 32
     """Number of sentences decoded at a time, across all devices. It is divided by 4 for sources
     longer than 128 tokens and by 16 for sources longer than 512 tokens."""
+    weights: Literal["auto", "int8"] = "auto"
+    """Matrices of the model: in model.dtype, or rounded to 8-bit integers, as are the inputs of
+    their matmuls. int8 needs a CPU with AMX."""
 
     def rules(self) -> Iterator[Rule]:
         yield (
