@@ -44,7 +44,12 @@ from urllib.request import urlopen
 from benchmarks.in_turn import ROOT, Answer, Table, absolute, finish, measure, parser
 
 Pairs = list[tuple[str, str]]  # a line and its expected translation
-OURS: dict[str, Any] = {"ours": "auto", "ours_float32": "float32", "ours_bfloat16": "bfloat16"}
+OURS: dict[str, tuple[Any, Any]] = {  # model.dtype and decoding.weights
+    "ours": ("auto", "auto"),
+    "ours_float32": ("float32", "auto"),
+    "ours_bfloat16": ("bfloat16", "auto"),
+    "ours_int8": ("auto", "int8"),
+}
 PEERS = {"ctranslate2": "float32", "ctranslate2_int8": "int8"}
 _BATCHES = 1, 4, 16, 64  # sentences per call of CTranslate2
 
@@ -111,10 +116,12 @@ def export(workdir: str, folder: Path, engines: list[str], flags: list[str]) -> 
     config = replace(config, decoding=checked_flags(["--workdir", workdir, *flags])[0].search)
     dtypes = {}
     for name in [each for each in engines if each in OURS]:
-        shape = replace(config.model, dtype=OURS[name])
+        dtype, weights = OURS[name]
+        shape = replace(config.model, dtype=dtype)
         model = nnx.merge(abstract_model(shape).graph, nnx.to_pure_dict(nnx.state(model)))
-        save_model(folder / name, config, model, tokenizer)
-        dtypes[name] = str(compute_dtype(shape))
+        own = replace(config, decoding=replace(config.decoding, weights=weights))
+        save_model(folder / name, own, model, tokenizer)
+        dtypes[name] = str(compute_dtype(shape)) if weights == "auto" else weights
     if set(engines) & set(PEERS):
         (folder / "exported").mkdir()
         export_ctranslate2(config, model, tokenizer, folder / "exported")
