@@ -12,7 +12,8 @@ same cores as the service. Flags after ``--`` set the search of all engines; CTr
 ratio of throughputs (median, lowest and highest of the rounds): above 1, ``ours_float32`` is
 faster. ``differ`` counts responses that are not the same text as the engine's own translation of
 the file: decode.py's for ours, ``translate_file``'s for CTranslate2 (batches of other sizes round
-differently). ``--against`` also starts the service of another checkout.
+differently). ``CPU ms`` is the server's CPU time per sentence, which depends less on other programs
+than throughput does. ``--against`` also starts the service of another checkout.
 
 CTranslate2's server is ``benchmarks.ctranslate2_server``. Before each load, the benchmark measures
 each division of the cores into workers and threads, with several limits to the sentences per call,
@@ -38,7 +39,7 @@ from http.client import HTTPConnection
 from itertools import cycle, product
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 from benchmarks.in_turn import ROOT, Answer, Table, absolute, finish, measure, parser
@@ -54,8 +55,20 @@ PEERS = {"ctranslate2": "float32", "ctranslate2_int8": "int8"}
 _BATCHES = 1, 4, 16, 64  # sentences per call of CTranslate2
 
 
-def start(command: list[str], place: Path, log: Path, stack: ExitStack) -> int:
-    """Start a service and wait until it is ready. Returns its port; the stack stops it."""
+class Server(NamedTuple):
+    """A running service."""
+
+    port: int
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time so far, of all threads."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def start(command: list[str], place: Path, log: Path, stack: ExitStack) -> Server:
+    """Start a service and wait until it is ready. The stack stops it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     output = stack.enter_context(log.open("wb"))
@@ -65,18 +78,18 @@ def start(command: list[str], place: Path, log: Path, stack: ExitStack) -> int:
     stack.callback(process.kill)
     while process.poll() is None:
         with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health"):
-            return port
+            return Server(port, process.pid)
         time.sleep(0.1)
     raise SystemExit(f"error: the service exited.\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def load(port: int, lines: Pairs, clients: int, seconds: float) -> Answer:
+def load(server: Server, lines: Pairs, clients: int, seconds: float) -> Answer:
     """Measure throughput, latencies and errors with concurrent clients."""
     shared, times, faults = cycle(lines), [], Counter[str]()
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), server.cpu_seconds()
 
     def client(_: int) -> None:
-        with closing(HTTPConnection("127.0.0.1", port)) as connection:
+        with closing(HTTPConnection("127.0.0.1", server.port)) as connection:
             for line, expected in shared:
                 start = time.perf_counter()
                 if start > begin + seconds:
@@ -91,8 +104,9 @@ def load(port: int, lines: Pairs, clients: int, seconds: float) -> Answer:
     with ThreadPoolExecutor(clients) as threads:
         list(threads.map(client, range(clients)))
     cuts, spent = quantiles(times, n=20), time.perf_counter() - begin
-    latencies = {"p50 ms": cuts[9], "p95 ms": cuts[18]}
-    return {"lines": len(times), "seconds": spent, **latencies, **faults}
+    found = {"p50 ms": cuts[9], "p95 ms": cuts[18]}
+    found["CPU ms"] = 1e3 * (server.cpu_seconds() - before) / len(times)
+    return {"lines": len(times), "seconds": spent, **found, **faults}
 
 
 def speed(answer: Answer) -> float:
@@ -143,24 +157,26 @@ class Peer:
         flags = [*self._command, "--threads", str(self.threads)]
         subprocess.run([*flags, "--input", source, "--output", target], cwd=ROOT, check=True)
 
-    def _server(self, workers: int, batch: int) -> int:
+    def _server(self, workers: int, batch: int) -> Server:
         threads = self.threads // workers
         flags = [f"--workers={workers}", f"--threads={threads}", f"--batch={batch}"]
         log = self._folder / "-".join([*self._command[-1:], *flags])
         return start([*self._command, *flags], ROOT, log, self._stack)
 
-    def fastest(self, lines: Pairs, clients: int, seconds: float) -> tuple[int, str]:
-        """Find the fastest setting for this load. Returns its port and its description."""
+    def fastest(self, lines: Pairs, clients: int, seconds: float) -> tuple[Server, str]:
+        """Find the fastest setting for this load. Returns its server and its description."""
         divisions = [n for n in range(1, self.threads + 1) if self.threads % n == 0]
         batches = [n for n in _BATCHES if n < 4 * clients]
-        ports = {
+        servers = {
             f"{n} x {self.threads // n} threads, {batch} per call": self.server(n, batch)
             for n, batch in product(divisions, batches)
         }
-        runs = {name: partial(load, port, lines, clients, seconds) for name, port in ports.items()}
+        runs = {
+            name: partial(load, server, lines, clients, seconds) for name, server in servers.items()
+        }
         found, _ = measure(runs, 2, speed, "sentences/s")
         best = max(found, key=lambda name: found[name]["sentences/s"])
-        return ports[best], best
+        return servers[best], best
 
 
 def compared(found: Table, rounds: list[dict[str, Answer]]) -> Table:
@@ -198,7 +214,7 @@ def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> T
     from transformer_jax.data.sources import read_lines
 
     settings = export(str(arguments.workdir), folder, arguments.engines, arguments.flags)
-    ports, peers = dict[str, int](), dict[str, Peer]()
+    servers, peers = dict[str, Server](), dict[str, Peer]()
     pairs, table = dict[str, Pairs](), Table()
     for name in arguments.engines:
         target = folder / f"{name}.out"
@@ -210,27 +226,27 @@ def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> T
             files = ["--input", str(arguments.input), "--output", str(target)]
             subprocess.run([*decode, *files], cwd=ROOT, check=True)
             places = {name: ROOT}
-            if arguments.against and "against" not in ports:
+            if arguments.against and "against" not in servers:
                 places["against"] = arguments.against
             for each, place in places.items():
                 command = [sys.executable, "-m", "transformer_jax.serving", "--languages=en-de"]
                 command += ["--workdir", str(folder / name)]
-                ports[each] = start(command, place, folder / f"{each}.log", stack)
+                servers[each] = start(command, place, folder / f"{each}.log", stack)
         expected = zip(read_lines(str(arguments.input)), read_lines(str(target)), strict=True)
         pairs[name] = list(expected)
         pairs.setdefault("against", pairs[name])
     for clients in arguments.clients:
         for name, peer in peers.items():
             found = peer.fastest(pairs[name], clients, arguments.seconds / 4)
-            ports[name], settings[name] = found
+            servers[name], settings[name] = found
         for kind in ("mixed", "alike"):
             runs = {}
-            for name, port in ports.items():
+            for name, server in servers.items():
                 lines = pairs[name]
                 if kind == "alike":
                     by_length = sorted(lines, key=lambda pair: len(pair[0]))
                     lines = by_length[len(lines) // 3 : 1 + len(lines) // 2]
-                runs[name] = partial(load, port, lines, clients, arguments.seconds)
+                runs[name] = partial(load, server, lines, clients, arguments.seconds)
             for name, row in compared(
                 *measure(runs, arguments.rounds, speed, "sentences/s")
             ).items():
