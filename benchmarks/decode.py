@@ -25,7 +25,9 @@ until then.
 than the source. Our engine uses each sentence's length, Hugging Face the longest in the batch,
 CTranslate2 the longest in the file. Token counts are from each engine's best outputs, EOS included.
 
-The length penalty is length^0.6 in every engine (ours with ``length_offset`` 0). ``ours`` computes
+The length penalty is length^0.6 in every engine (ours with ``length_offset`` 0). By default, each
+engine has its own stopping rule: ours is exact, CTranslate2 has patience 1. ``--patience`` sets it
+for both; with 1, Hugging Face gets ``early_stopping=True``, the same rule. ``ours`` computes
 in the data type that ``model.dtype`` auto chooses. CTranslate2 runs on CPUs, in float32 or
 int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
 """
@@ -90,6 +92,7 @@ def load(job: Answer) -> tuple[Config, Any, Any]:
         beam_size=job["beam_size"],
         length_penalty=0.6,
         length_offset=0.0,
+        patience=job["patience"],
         max_extra_length=job["extra"],
         min_length=max(0, job["output_length"] - 1),
         max_source_length=longest,
@@ -201,6 +204,7 @@ def ctranslate2_workers(job: Answer, ids: Ids, compute_type: str, workers: int) 
                 [[names["source"][i] for i in sentence] for sentence in batch],
                 beam_size=job["beam_size"],
                 length_penalty=0.6,
+                patience=job["patience"] or 1,
                 max_batch_size=job["batch_size"],
                 max_input_length=0,
                 min_decoding_length=length or 1,
@@ -240,6 +244,7 @@ def huggingface(job: Answer, ids: Ids) -> Search:
                     attention_mask=(input_ids != PAD_ID).long(),
                     num_beams=job["beam_size"],
                     length_penalty=0.6,
+                    early_stopping=job["patience"] == 1,
                     do_sample=False,
                     min_new_tokens=length,
                     max_new_tokens=length or 1 + len(batch[0]) + job["extra"],
@@ -285,6 +290,7 @@ def main() -> None:
     add("--lengths", type=int, nargs=2, default=[0, 0], help="range of source lengths in tokens")
     add("--output-length", type=int, default=0)
     add("--beam-size", type=int, default=4)
+    add("--patience", type=float, help="stopping rule of our engine and CTranslate2")
     add("--batch-sizes", type=int, nargs="+", default=[1, 32, 128, 512])
     add("--engines", nargs="+", choices=[*ENGINES, *OTHERS], default=["ours", *OTHERS])
     arguments = flags.parse_args()

@@ -21,8 +21,8 @@ such as pre-norm, have no PyTorch counterpart here. Differences:
 - Our step also has a learning-rate schedule and computes the gradient norm.
 - With float32 on a GPU, XLA uses TF32 for matmuls. By default, PyTorch does not.
 
-The first losses must be near ln V. ``model TFLOP/s`` counts the model's matmuls, three times
-the forward pass; MFU is its fraction of the device's peak.
+The first losses must be near ln V. ``model TFLOP/s`` counts the model's matmuls
+(``training.flops``); MFU is its fraction of the device's peak.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.in_turn import Answer, Engine, finish, measure, parser, workers
-from transformer_jax import BOS_ID, EOS_ID, PAD_ID, Config, ModelConfig, load_config_file
+from transformer_jax import BOS_ID, EOS_ID, PAD_ID, Config, load_config_file
+from transformer_jax.training.flops import training_flops
 
 ENGINES = ("ours", "torch_eager", "torch_compile")
 _NUM_BATCHES = 4
@@ -48,27 +49,6 @@ def read_config(job: Answer) -> Config:
     config = load_config_file(job["config"])
     size = config.tokenizer.vocab_size
     return replace(config, model=replace(config.model, vocab_size=size, dtype=job["dtype"]))
-
-
-def model_flops(
-    model: ModelConfig, source_lengths: np.ndarray, target_lengths: np.ndarray
-) -> float:
-    """Count matmul FLOPs of training on pairs of these lengths: three times the forward pass.
-    Padding and recomputation are not counted; causal attention counts as full attention.
-    """
-    S, T = source_lengths.ravel().astype(float), target_lengths.ravel().astype(float)
-    D, heads = model.d_model, model.num_heads * (model.head_width_k + model.head_width_v)
-    # Per token: query and output (or key and value) projections; the feed-forward layer.
-    projections = D * heads
-    feed_forward = (3 if model.activation == "swiglu" else 2) * D * model.d_ff
-    source, target = S.sum(), T.sum()
-    encoder_layer = source * (2 * projections + feed_forward)
-    encoder_layer += S @ S * heads
-    # Cross-attention: key and value projections per source token, the rest per target token.
-    decoder_layer = target * (3 * projections + feed_forward) + source * projections
-    decoder_layer += (T @ T + S @ T) * heads
-    forward = model.num_layers * encoder_layer + model.decoder_layers * decoder_layer
-    return float(3 * 2 * (forward + target * D * model.vocab_size))
 
 
 def make_batches(job: Answer, vocab_size: int) -> np.ndarray:
@@ -232,10 +212,9 @@ def main() -> None:
     if Path(arguments.config).exists():
         arguments.config = str(Path(arguments.config).absolute())
     job = vars(arguments)
-    model = read_config(job).model
-    lengths = np.full(job["pairs"] * job["devices"], job["length"])
-    tokens = job["steps"] * int(lengths.sum())
-    flops = job["steps"] * model_flops(model, lengths, lengths)
+    config, pairs, length = read_config(job), job["pairs"] * job["devices"], job["length"]
+    tokens = job["steps"] * pairs * length
+    flops = job["steps"] * training_flops(config, pairs, length, length)
     with workers("train", arguments.engines, job) as engines:
         table, rounds = measure(
             engines, arguments.rounds, lambda x: tokens / x["seconds"], "target tokens/s"
@@ -247,7 +226,7 @@ def main() -> None:
         row["tokens/s per device"] = row["target tokens/s"] / job["devices"]
         row["compiling, s"] = first["seconds"] - seconds
         # initial logits are about N(0, 1), which adds about 0.5
-        assert abs(first["losses"][0] - math.log(model.vocab_size)) < 1.5, f"{name}: {first}"
+        assert abs(first["losses"][0] - math.log(config.model.vocab_size)) < 1.5, f"{name}: {first}"
     models = {(answer["parameters"], answer["platform"]) for answer in rounds[0].values()}
     assert len(models) == 1, f"parameters or platforms differ: {models}"
     finish(table, rounds, arguments)

@@ -21,7 +21,7 @@ from random_models import lines_of_words, make_model, train_tokenizer, write_run
 from runs import xla_flags
 
 from benchmarks import all as all_parts
-from benchmarks import attention, in_turn
+from benchmarks import attention, in_turn, parts
 from benchmarks.all import Part, Program
 from benchmarks.chart import COLORS, chart, comparisons
 from benchmarks.in_turn import markdown, measure
@@ -130,6 +130,43 @@ def test_training(tmp_path: Path) -> None:
     assert table["against"]["compiling, s"] > 0
 
 
+def test_parts_of_a_training_step(tmp_path: Path) -> None:
+    """Every operation of the step is in the trace, and in a part of the model."""
+    small = ["--config", str(tmp_path / "tiny.py"), "--pairs", "4", "--length", "6", "--steps", "2"]
+    table = benchmark(tmp_path, "parts", *small)
+    whole = table.pop("all")
+    for column, total in whole.items():
+        assert total == pytest.approx(sum(row[column] for row in table.values()))
+    assert whole["%"] == pytest.approx(100)
+    model = "attention: projections", "attention: dot products, softmax", "feed-forward"
+    for name in model:
+        assert table[name]["matmuls"] > 0 and table[name]["backward matmuls"] > 0
+    assert table["loss"]["matmuls"] > 0 and table["loss"]["backward matmuls"] == 0
+    for name in ("embedding", "norms", "dropout", "optimizer", "sums of gradients"):
+        assert table[name]["ms"] > 0 and table[name]["matmuls"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("jit(train_step)/jvp(attention)/BLD,DHK->BLHK/dot_general", "attention: projections"),
+        (
+            "jit(train_step)/transpose(jvp(attention))/dot_product_attention/mul",
+            "attention: dot products, softmax",
+        ),
+        ("jit(train_step)/transpose(jvp(attention))/BLD,DHK->BLHK/add_any", "sums of gradients"),
+        ("jit(train_step)/jvp(residual)/norm/rsqrt", "norms"),
+        ("jit(train_step)/jvp(residual)/dropout/jit(_where)/select_n", "dropout"),
+        ("jit(train_step)/jvp(residual)/add", "residual connections"),
+        ("jit(train_step)/convert_element_type", "casts"),
+        ("jit(train_step)/sqrt", "optimizer"),
+        ("", "optimizer"),
+    ],
+)
+def test_an_operation_belongs_to_the_scope_in_its_path(path: str, expected: str) -> None:
+    assert parts.part(path) == expected
+
+
 def test_decoding_agrees_with_other_engines(
     tmp_path: Path, here: Callable[..., dict[str, Any]]
 ) -> None:
@@ -173,7 +210,7 @@ def test_serving_and_decoding_of_a_trained_model(
             assert not figures["differ"] and "errors" not in figures
         assert figures["setting"].startswith("1 x 1 threads, ")
         assert float(figures["ours / this"].split()[0]) > 0
-    batch = ["--batch-sizes", "4", "--engines", "ours"]
+    batch = ["--batch-sizes", "4", "--engines", "ours", "--patience", "1"]
     assert here("decode", *given, *batch)["batch 4, ours"]["same"] == "6 of 6"
 
 

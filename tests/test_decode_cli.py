@@ -106,7 +106,7 @@ def test_empty_input(decode):
 
 def test_flags_reach_the_search(decode, workdir):
     checkpoint = workdir / "checkpoints" / "00000020"
-    settings = {"beam_size": 3, "length_penalty": 1.0, "batch_size": 2}
+    settings = {"beam_size": 3, "length_penalty": 1.0, "patience": 0.5, "batch_size": 2}
     flags = [x for name, value in settings.items() for x in (f"--{name.replace('_', '-')}", value)]
     _, out, _ = decode(*flags, folder=checkpoint)
     translator = Translator.from_workdir(checkpoint, **settings)
@@ -383,6 +383,7 @@ def test_defaults_that_depend_on_other_flags(workdir):
         (("--nbest", 1000), "--nbest is 1000; expected a positive number up to 512"),
         (("--beam-size", 0), "decoding.beam_size is 0"),
         (("--max-extra-length", 2**31 - 1), "is 2147483647; expected a number from 1 to 65,536"),
+        (("--method", "sample", "--patience", 1), "patience is 1.0; expected None, because decod"),
         (("--alignments", "soft"), "--alignments is 'soft'; expected 'hard', or --format jsonl"),
         (("--suppress", "qqqq"), "decoding.suppress contains 'qqqq'"),
         (("--alignments", "hard", "--alignment-layer", 3), "layer is 3; expected -1 to 0"),

@@ -100,7 +100,9 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
             limit, config.length_penalty, config.length_offset, min_length=config.min_length
         )
         model = WholePass(whole_pass, sentence, config.beam_size, limit)
-        expected = reference_search(model, rules, beam_size=config.beam_size)
+        expected = reference_search(
+            model, rules, beam_size=config.beam_size, patience=config.patience
+        )
         ours, theirs = [(*h.tokens, EOS) for h in its], [h.tokens for h in expected]
         same += ours == theirs
         best_same += ours[0] == theirs[0]

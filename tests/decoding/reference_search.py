@@ -1,8 +1,8 @@
 """Reference beam search in plain Python for one sentence: slow and obviously correct.
 
 The model is a callable: ``log_probs(tokens)`` gives the float [V] log-probabilities of the next
-token after ``tokens`` (a tuple, without BOS). There is no early stopping, batch or padding.
-Sums are Python floats.
+token after ``tokens`` (a tuple, without BOS). There is no batch or padding, and only ``patience``
+stops early. Sums are Python floats.
 
 ``reference_search`` runs beam search under the constraints in ``Rules``. ``every_hypothesis``
 enumerates all sequences instead and filters complete ones by the constraints. The two share only
@@ -105,17 +105,24 @@ def reference_search(
     *,
     beam_size: int,
     num_hypotheses: int | None = None,
+    patience: float | None = None,
 ) -> list[Hypothesis]:
     """Return the ``num_hypotheses`` (default: ``beam_size``) best finished hypotheses, best first.
 
     Each step ranks the 2W best continuations of the W live hypotheses. Continuations with EOS among
     the first W are finished; the W best others stay live. A hypothesis with no allowed continuation
-    of positive probability dies. A beam of 1 is greedy: it stops at its first EOS.
+    of positive probability dies. A beam of 1 is greedy: it stops at its first EOS. With
+    ``patience``, the search stops after the step in which the number of finished hypotheses reaches
+    beam size x patience (rounded, halves up), but not before it has ``num_hypotheses``.
 
     Ties between continuations go to the better beam, then to the more likely token, then to the
     lower token. Ties between finished hypotheses go to the shorter one, then to the better
     continuation.
     """
+    num_hypotheses = num_hypotheses or beam_size
+    enough = math.inf
+    if patience is not None:
+        enough = max(num_hypotheses, math.floor(beam_size * patience + 0.5))
     live = [_Candidate((), 0.0, ())]
     finished: list[Hypothesis] = []
     for _ in range(rules.max_length):
@@ -137,9 +144,9 @@ def reference_search(
         ends = [child for child in best[:beam_size] if child.tokens[-1] == EOS]
         finished += [rules.hypothesis(child.tokens, child.token_log_probs) for child in ends]
         live = [child for child in best if child.tokens[-1] != EOS][:beam_size]
-        if beam_size == 1 and ends:
+        if (beam_size == 1 and ends) or len(finished) >= enough:
             break
-    return _best_first(finished)[: num_hypotheses or beam_size]
+    return _best_first(finished)[:num_hypotheses]
 
 
 def every_hypothesis(log_probs: LogProbs, rules: Rules) -> list[Hypothesis]:

@@ -15,7 +15,13 @@ from reference_search import chain as as_model
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.logits import top_k
-from transformer_jax.decoding.search import length_divisor, search
+from transformer_jax.decoding.search import (
+    gather_beams,
+    length_divisor,
+    results,
+    search,
+    take_step,
+)
 from transformer_jax.errors import UserError
 
 
@@ -31,15 +37,17 @@ def random_logits(
     return logits
 
 
-@partial(jax.jit, static_argnames=("beam_size", "length_penalty"))
-def _search(logits_BLVV, limit_B, *, beam_size=3, length_penalty=0.6):
+@partial(jax.jit, static_argnames=("beam_size", "length_penalty", "patience"))
+def _search(logits_BLVV, limit_B, *, beam_size=3, length_penalty=0.6, patience=None):
     batch, length = logits_BLVV.shape[:2]
 
     def step(tokens_BW, position_BW):
         rows_B1 = jnp.arange(batch)[:, None]
         return logits_BLVV[rows_B1, position_BW, tokens_BW], position_BW + 1
 
-    method = BeamSearch(**IDS, beam_size=beam_size, length_penalty=length_penalty)
+    method = BeamSearch(
+        **IDS, beam_size=beam_size, length_penalty=length_penalty, patience=patience
+    )
     cache = jnp.zeros((batch, beam_size), jnp.int32)
     return search(method, step, cache, limit_B=limit_B, max_length=length)
 
@@ -85,13 +93,99 @@ def test_equals_the_reference_search(beam_size, alpha):
         assert_same(its, expected)
 
 
-def test_results_do_not_depend_on_neighbors():
+@partial(jax.jit, static_argnames=("beam_size", "length_penalty", "patience"))
+def _search_wanted(logits_BLVV, limit_B, wanted_B, *, beam_size, length_penalty, patience):
+    """The result, and the number of steps of each sentence."""
+    batch, length = logits_BLVV.shape[:2]
+
+    def step(tokens_BW, position_BW):
+        rows_B1, last = jnp.arange(batch)[:, None], length - 1
+        at_BW = jnp.minimum(position_BW, last)
+        return logits_BLVV[rows_B1, at_BW, tokens_BW], position_BW + 1
+
+    def advance(carry):
+        state, cache, steps_B = carry
+        steps_B += ~state.done_B
+        return *take_step(method, step, state, cache, reorder=gather_beams), steps_B
+
+    method = BeamSearch(
+        **IDS, beam_size=beam_size, length_penalty=length_penalty, patience=patience
+    )
+    state = method.start(
+        limit_B,
+        max_length=length,
+        prefix_BP=jnp.zeros((batch, 0), jnp.int32),
+        seed_B=jnp.arange(batch),
+        wanted_B=wanted_B,
+    )
+    carry = state, jnp.zeros((batch, beam_size), jnp.int32), jnp.zeros(batch, jnp.int32)
+    state, _, steps_B = jax.lax.while_loop(lambda c: ~c[0].done_B.all(), advance, carry)
+    return results(state.finished, PAD), steps_B
+
+
+# A beam of 3 with patience 0.5 stops at 2 hypotheses: 1.5 rounds up, as in CTranslate2.
+@pytest.mark.parametrize("patience", [0.2, 0.5, 1, 1.5, 2.0, 1e38])
+@pytest.mark.parametrize(("beam_size", "alpha"), [(1, 0.6), (2, 1.5), (3, 0.6), (4, 4.0), (8, 0.0)])
+def test_patience_equals_the_reference_search(beam_size, alpha, patience):
+    """The ``wanted_B`` best hypotheses equal those of a search that only counts. The exact rule can
+    end our search earlier, so patience never adds a step.
+    """
+    logits, limits = random_logits(beam_size), np.arange(100) % 10
+    logits[::7, ..., 5:] = -np.inf  # fewer possible continuations than candidates
+    wanted = np.arange(100) // 10 % beam_size + 1
+    sizes = {"beam_size": beam_size, "length_penalty": alpha}
+    result, steps_B = _search_wanted(logits, limits, wanted, patience=patience, **sizes)
+    exact, exact_steps_B = _search_wanted(logits, limits, wanted, patience=None, **sizes)
+    found, found_exactly = chains.hypotheses(result), chains.hypotheses(exact)
+    settings = {"beam_size": beam_size, "patience": patience}
+    for i, (chain, limit, number) in enumerate(zip(logits, limits.tolist(), wanted, strict=True)):
+        rules, model = Rules(max_length=limit, length_penalty=alpha), as_model(log_softmax(chain))
+        expected = reference_search(model, rules, num_hypotheses=number, **settings)
+        assert_same(found[i][:number], expected)
+    assert (steps_B <= exact_steps_B).all()
+    if beam_size == 1 or patience == 1e38:
+        assert found == found_exactly and (steps_B == exact_steps_B).all()
+    elif patience <= 1:
+        assert steps_B.sum() < exact_steps_B.sum()
+        if alpha > 2:
+            assert [its[0] for its in found if its] != [its[0] for its in found_exactly if its]
+
+
+def test_patience_counts_hypotheses_that_are_no_longer_kept():
+    """One hypothesis ends at each step, so a beam of 3 with patience 2 stops after six steps. By
+    then it has dropped the three oldest, as the length penalty makes longer ones better.
+    """
+    logits = np.full((1, 9, 11, 11), -np.inf, np.float32)
+    logits[..., EOS] = 0
+    logits[..., 4] = 2
+    every = {"beam_size": 3, "length_penalty": 4.0, "patience": 2.0}
+    result, steps_B = _search_wanted(logits, np.array([9]), np.array([3]), **every)
+    assert steps_B.tolist() == [6]
+    [its] = chains.hypotheses(result)
+    assert sorted(len(tokens) for tokens, _, _ in its) == [4, 5, 6]
+
+
+def test_patience_does_not_count_impossible_ends():
+    """Token 3 is the only possible one at first, so candidates with EOS are impossible."""
+    log_probs_VV = _log_chances({(BOS, 3): 1, (3, 4): 0.5, (3, EOS): 0.1, (4, 4): 1})
+    logits = np.full((1, 9, 11, 11), -np.inf, np.float32)
+    logits[0, :, :5, :5] = log_probs_VV
+    found, _ = _search_wanted(
+        *(logits, np.array([9]), np.array([1])), beam_size=4, length_penalty=0.6, patience=0.25
+    )
+    assert [tokens for tokens, _, _ in chains.hypotheses(found)[0]] == [(3, EOS)]
+
+
+@pytest.mark.parametrize("patience", [None, 1.0])
+def test_results_do_not_depend_on_neighbors(patience):
     logits, limits = random_logits(3), np.arange(100) % 9 + 1
-    together = found_in(logits, limits)
+    together = found_in(logits, limits, patience=patience)
     order = np.random.default_rng(0).permutation(100)
-    assert found_in(logits[order], limits[order]) == [together[i] for i in order]
+    found = found_in(logits[order], limits[order], patience=patience)
+    assert found == [together[i] for i in order]
     for i in range(12):
-        assert found_in(logits[i : i + 1], limits[i : i + 1]) == [together[i]]
+        alone = found_in(logits[i : i + 1], limits[i : i + 1], patience=patience)
+        assert alone == [together[i]]
 
 
 def test_ties_go_to_the_hypothesis_that_finished_first():
@@ -135,6 +229,7 @@ def test_nan_logits_of_no_live_hypothesis_are_ignored():
     [
         ({"beam_size": 0}, "beam_size is 0"),
         ({"length_penalty": -1.0}, "length_penalty is -1.0"),
+        ({"patience": 0.0}, "patience is 0.0; expected a positive number or None"),
         ({"length_penalty": float("nan")}, "length_penalty is nan"),
     ],
 )

@@ -30,6 +30,7 @@ TOYS = random_chains(0, sentences=SENTENCES, length=LENGTH, vocab=VOCAB)
 LIMITS = np.random.default_rng(1).integers(1, LENGTH + 1, SENTENCES)
 BEAM = BeamSearch(**IDS, beam_size=3)
 REPEATS = BeamSearch(**IDS, beam_size=3, constraints=Constraints(no_repeat_ngram=1))
+PATIENT = BeamSearch(**IDS, beam_size=3, length_penalty=4.0, patience=1.0)
 SAMPLES = Sampling(**IDS, beam_size=3, seed=5)
 TO_THE_LIMIT = BeamSearch(**IDS, beam_size=1, constraints=Constraints(min_length=LENGTH))
 
@@ -136,8 +137,8 @@ def test_results_equal_those_of_one_batch(alone, batch_size, block_size):
     assert found == dict(enumerate(alone))
 
 
-@pytest.mark.parametrize("method", [REPEATS, SAMPLES])
-def test_refilled_rows_keep_no_tokens_or_seeds(alone, method):
+@pytest.mark.parametrize("method", [REPEATS, PATIENT, SAMPLES])
+def test_refilled_rows_keep_no_tokens_seeds_or_counts(alone, method):
     order = np.random.default_rng(7).permutation(SENTENCES)
     found, _, _ = search_in_rows(method, order, batch_size=4, block_size=4)
     expected = one_batch(method)

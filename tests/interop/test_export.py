@@ -225,6 +225,32 @@ def test_scores_agree_with_the_libraries_at_length_offset_0(tmp_path, joint, lin
             np.testing.assert_allclose(ours, scores, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("alpha", "patience"), [(0.5, 0.6), (0.5, 1.0), (0.5, 1.4), (0.5, 2.0), (1.0, 0.5), (1.0, 1.0)]
+)
+def test_the_libraries_stop_at_the_same_patience(
+    alpha, patience, tmp_path, joint, lines, marian
+) -> None:
+    """CTranslate2 for every patience, transformers for 1. No search reaches its length limit."""
+    search = {"length_penalty": alpha, "length_offset": 0.0, "max_extra_length": 40}
+    config, model = marian(15, patience=patience, **search)
+    model.softmax_bias[...] = model.softmax_bias[...].at[PAD_ID].set(-30.0)
+    ours = [found[0] for found in Translator(model, joint, config.decoding).stream(lines)]
+    texts = [translation.text for translation in ours]
+    assert max(translation.length for translation in ours) < 40
+    libraries = {"ctranslate2": by_ctranslate2}
+    if patience == 1:
+        libraries["huggingface"] = by_transformers
+    for form, translate in libraries.items():
+        folder = export(form, tmp_path / form, config, model, joint)
+        targets, scores = zip(*translate(folder, joint, lines), strict=True)
+        assert [joint.target.decode(ids) for ids in targets] == texts
+        np.testing.assert_allclose([each.score for each in ours], scores, atol=1e-4)
+    if patience <= 1:
+        exact = Translator(model, joint, dataclasses.replace(config.decoding, patience=None))
+        assert exact.translate(lines) != texts
+
+
 def test_ctranslate2_renormalizes_without_suppressed_tokens(
     tmp_path, joint, lines, marian, logits
 ) -> None:
@@ -478,7 +504,7 @@ def test_every_search_setting_has_its_name_in_ctranslate2(
         "length_penalty": 0.9,
         "min_decoding_length": 3,
         "no_repeat_ngram_size": 5,
-        "patience": 2.0,  # docs/interop.md
+        "patience": 2.0,  # docs/interop.md; the exact rule has no value
         "max_input_length": source,
         "max_decoding_length": target,
         "suppress_sequences": [["<pad>"], ["T"]],
@@ -503,6 +529,7 @@ def test_every_setting_has_its_name_in_hugging_faces_files(tmp_path, joint, make
         "no_repeat_ngram_size": 5,
         "max_length": 43,  # 30 source tokens + 12 + BOS
         "bad_words_ids": [[0], joint.target.ids(["T"])],
+        "early_stopping": False,
         **ids,
     }
     assert (

@@ -563,20 +563,29 @@ def test_search_settings_are_imported(marian, tmp_path) -> None:
     settings = {
         **{"num_beams": 2, "length_penalty": 0.7, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
         **{"bad_words_ids": [[_vocabulary(marian)[some]]], "renormalize_logits": True},
-        **{"max_length": 512, "diversity_penalty": 0.0, "num_return_sequences": 1, "min_p": None},
+        **{
+            "early_stopping": True,
+            "max_length": 512,
+            "diversity_penalty": 0.0,
+            "num_return_sequences": 1,
+            "min_p": None,
+        },
     }
     expected = DecodingConfig(
         beam_size=2,
         length_penalty=0.7,
         length_offset=0.0,
+        patience=1.0,
         no_repeat_ngram=3,
         min_length=4,
         suppress=(some,),
     )
     config, *_ = import_huggingface(_with_settings(marian, tmp_path / "some", **settings))
     assert config.decoding == expected
-    config, *_ = import_huggingface(_with_settings(marian, tmp_path / "none", num_beams=None))
-    assert config.decoding == DecodingConfig(beam_size=1, length_penalty=1.0, length_offset=0.0)
+    for other in (None, False, "never"):
+        settings = {"num_beams": None, "early_stopping": other}
+        config, *_ = import_huggingface(_with_settings(marian, tmp_path / str(other), **settings))
+        assert config.decoding == DecodingConfig(beam_size=1, length_penalty=1.0, length_offset=0.0)
 
 
 @pytest.mark.cpu("an imported model computes in bfloat16 elsewhere")
@@ -602,16 +611,15 @@ def test_search_settings_of_older_folders_are_in_the_config(
     generated = model.generate(**tokenizer(lines[:8], return_tensors="pt", padding=True))
     expected = tokenizer.batch_decode(generated, skip_special_tokens=True)
     assert [text.strip() for text in ours.translate(lines[:8])] == expected
-    _change_config(early_stopping=True)(folder)
-    with pytest.raises(UserError, match=r"early_stopping in .*config.json' is True, which is not"):
+    _change_config(do_sample=True)(folder)
+    with pytest.raises(UserError, match=r"do_sample in .*config.json' is True, which is not"):
         import_huggingface(folder)
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("early_stopping", True, "early_stopping in .* is True, which is not supported"),
-        ("do_sample", True, "do_sample in .* is True"),
+        ("do_sample", True, "do_sample in .* is True, which is not supported"),
         ("encoder_no_repeat_ngram_size", 3, "encoder_no_repeat_ngram_size in .* is 3"),
         ("repetition_penalty", 1.5, "repetition_penalty in .* is 1.5"),
         ("min_length", 4, "min_length in .* is 4"),

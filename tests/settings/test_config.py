@@ -130,6 +130,10 @@ def test_every_field_has_a_docstring_for_help() -> None:
             lambda: DecodingConfig(top_p=0.0),
             r"decoding.top_p is 0.0; expected a value in \(0, 1\]",
         ),
+        (
+            lambda: DecodingConfig(method="sample", patience=1.0),
+            "decoding.patience is 1.0; expected None, because decoding.method is 'sample'",
+        ),
         (lambda: ModelConfig(norm="rms"), "model.norm is 'rms'; expected one of 'post', 'pre'"),
         (lambda: ModelConfig(d_model="512"), "model.d_model is '512'; expected int"),
         (lambda: TrainingConfig(steps=1e5), "training.steps is 100000.0; expected int"),
@@ -159,7 +163,7 @@ UNBOUNDED = """
     batch.tokens optimizer.peak_learning_rate optimizer.warmup_steps optimizer.accumulate_steps
     training.steps training.log_every training.eval_every training.bleu_sentences
     training.checkpoint_every training.keep_checkpoints training.patience training.max_bad_steps
-    decoding.no_repeat_ngram decoding.top_k decoding.seed seed
+    decoding.no_repeat_ngram decoding.patience decoding.top_k decoding.seed seed
     mesh.data mesh.fsdp mesh.tensor mesh.slices
 """
 
@@ -205,6 +209,11 @@ def test_messages_shorten_long_values() -> None:
     with pytest.raises(UserError) as error:
         ModelConfig(norm="x" * 10_000)  # type: ignore[arg-type]
     assert len(str(error.value)) < 250 and "'xxx" in str(error.value)
+
+
+def test_json_of_earlier_versions_has_the_exact_stopping_rule() -> None:
+    assert from_json('{"decoding": {"beam_size": 2}}').decoding == DecodingConfig(beam_size=2)
+    assert DecodingConfig().patience is None
 
 
 def test_json_accepts_integers_for_floats() -> None:

@@ -185,6 +185,20 @@ def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
     ]
 
 
+def traced(workdir: Path, process: int = 0) -> tuple[list[int], int]:
+    """The numbers of the steps in a run's only trace, and how many times XLA ran the step."""
+    [file] = (workdir / "profile" / f"process_{process}").rglob("*.xplane.pb")
+    steps, runs = [], set()
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for event in [event for line in plane.lines for event in line.events]:
+            found = dict(event.stats)
+            if event.name == "train":
+                steps.append(found["step_num"])
+            if found.get("hlo_module") == "jit_train_step":
+                runs.add((found["run_id"], found["device_ordinal"]))
+    return sorted(steps), len(runs)
+
+
 def saving(workdir: Path) -> bool:
     """True if an incomplete checkpoint exists."""
     folders = (workdir / "checkpoints").glob("*")

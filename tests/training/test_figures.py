@@ -27,6 +27,7 @@ from transformer_jax.training import __main__ as program
 from transformer_jax.training import loop
 from transformer_jax.training.compiling import CompileAhead
 from transformer_jax.training.evaluator import Evaluator
+from transformer_jax.training.flops import training_flops
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.prepare import prepare
 from transformer_jax.training.reporting import Reporter
@@ -130,6 +131,16 @@ def test_entries_have_the_epoch_the_learning_rate_and_skipped_steps(run: SimpleN
         assert abs(entry["time"] - time.time()) < 3600
 
 
+def test_entries_count_flops_of_all_positions(run: SimpleNamespace) -> None:
+    """Of both steps since the last entry, in the same seconds as their real tokens."""
+    for entry in entries(run.workdir):
+        steps = range(entry["step"] - 2, entry["step"])
+        flops = sum(training_flops(run.end.config, *run.end.plan.shape(step)) for step in steps)
+        seconds = sum(real_tokens(run, steps)) / entry["tokens_per_second"]
+        assert entry["tflops_per_device"] == pytest.approx(flops / seconds / 1e12)
+        assert "mfu" not in entry  # the peak of a CPU is unknown
+
+
 def test_the_start_entry_has_the_size_of_the_model_and_of_padding(run: SimpleNamespace) -> None:
     [start] = entries(run.workdir, "start")
     leaves = jax.tree.leaves(run.end.state.parameters)
@@ -187,7 +198,8 @@ def test_the_terminal_shows_what_the_files_have(run: SimpleNamespace) -> None:
     for entry in entries(run.workdir):
         assert (
             f"step {entry['step']}  loss {entry['loss']:.3f}  "
-            f"{entry['tokens_per_second']:,.0f} tokens/s  epoch {entry['epoch']:.2f}  "
+            f"{entry['tokens_per_second']:,.0f} tokens/s  "
+            f"{entry['tflops_per_device']:.3g} TFLOP/s  epoch {entry['epoch']:.2f}  "
             f"lr {entry['learning_rate']:.2e}"
         ) in lines
     for entry in entries(run.workdir, "dev"):

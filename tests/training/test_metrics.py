@@ -5,6 +5,7 @@ import io
 import math
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,21 +38,26 @@ def step_metrics(*sums: float, source_tokens: float = 30, bad: int = 0) -> StepM
     return StepMetrics(LossSums(*sums), *np.float32([source_tokens, 1, 0.1, bad, bad]))
 
 
-def test_an_entry_has_the_averages_since_the_last_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "peak"), [("cpu", None), ("NVIDIA A100-SXM4-40GB", 312)])
+def test_an_entry_has_the_averages_since_the_last_entry(
+    kind: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A skipped step takes time, but its loss does not count. Pauses do not count at all."""
     clock = iter([0, 2, 5, 100, 101, 102])
     monkeypatch.setattr(reporting.time, "perf_counter", lambda: next(clock))
-    meter = Meter(progress := Progress())
-    meter.add(step_metrics(40, 20, 5, 20))  # loss, nll, correct, target tokens
-    meter.add(step_metrics(math.nan, math.nan, 0, 10, bad=1))
+    meter = Meter(progress := Progress(), [SimpleNamespace(device_kind=kind)] * 2)
+    meter.add(step_metrics(40, 20, 5, 20), 3e15)  # loss, nll, correct, target tokens; FLOPs
+    meter.add(step_metrics(math.nan, math.nan, 0, 10, bad=1), 1e15)
     first = {"loss": 2, "nll": 1, "perplexity": math.e, "accuracy": 0.25, "tokens_per_second": 18}
-    assert meter.entry() == pytest.approx(first)
+    speed = {"tflops_per_device": 400.0} | ({"mfu": 400 / peak} if peak else {})  # in 5 s
+    assert meter.entry() == pytest.approx(first | speed)
     meter.restart()  # after an evaluation
-    meter.add(step_metrics(30, 10, 10, 10, source_tokens=20))
+    meter.add(step_metrics(30, 10, 10, 10, source_tokens=20), 6e12)
     second = {"loss": 3, "nll": 1, "perplexity": math.e, "accuracy": 1, "tokens_per_second": 30}
-    assert meter.entry() == pytest.approx(second)
+    speed = {"tflops_per_device": 3.0} | ({"mfu": 3 / peak} if peak else {})
+    assert meter.entry() == pytest.approx(second | speed)
     assert (progress.tokens, progress.train_seconds) == (120, 6)
-    meter.add(step_metrics(math.nan, math.nan, 0, 10, bad=1))
+    meter.add(step_metrics(math.nan, math.nan, 0, 10, bad=1), 0)
     assert math.isnan(meter.entry()["loss"])
 
 

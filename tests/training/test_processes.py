@@ -24,6 +24,7 @@ from runs import (
     no_evaluation,
     numbered,
     tiny,
+    traced,
     wait_for,
 )
 
@@ -72,7 +73,8 @@ def fine_tuning(config: Config, general: Path) -> Config:
 def finished(general: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of two processes."""
     workdir = tmp_path_factory.mktemp("finished") / "run"
-    both = two(workdir, workdir.parent / "cache", fine_tuning(WHOLE, general))
+    config = changed(fine_tuning(WHOLE, general), training={"profile": "2:4"})
+    both = two(workdir, workdir.parent / "cache", config)
     said = ends(both)
     assert [process.returncode for process in both] == [0, 0], "\n".join(said)
     assert "training pairs" in said[0] and "training pairs" not in said[1]
@@ -81,6 +83,11 @@ def finished(general: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.cpu("the programs that it starts run on CPUs")
+def test_each_process_writes_the_trace_of_its_own_devices(finished: Path) -> None:
+    for process in range(2):
+        assert traced(finished, process) == ([2, 3], 2 * 2)  # steps, runs on two devices
+
+
 def test_losses_and_scores_equal_those_of_one_process(
     general: Path, finished: Path, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ Shape suffixes (B, W, ...): ``search.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from transformer_jax.decoding.search import (
     finish,
     gather_beams,
 )
+from transformer_jax.settings.checks import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,21 @@ class BeamSearch(Method):
     Finished hypotheses are ranked by log-probability / ``length_divisor``.
     """
 
+    patience: PositiveFloat | None = None
+    """Patience factor (Kasai et al., 2022, "A Call for Clarity in Beam Search"): a sentence is also
+    done once beam size x patience hypotheses (rounded), and at least ``wanted_B``, have finished,
+    however poor they are. This is CTranslate2's rule and, with patience 1, the rule of
+    ``early_stopping=True`` in transformers. It saves steps but can miss the best hypotheses.
+    """
+
+    def start(self, limit_B: Array, **given: Any) -> SearchState:
+        """Return the initial search state. See ``Method.start``."""
+        state = super().start(limit_B, **given)
+        if self.patience is not None:
+            most = self.beam_size * jnp.float32(self.patience)
+            state = state._replace(patience_B=jnp.maximum(most, state.wanted_B))
+        return state
+
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:
         """Add one token to every live hypothesis. Returns the state and each beam's parent."""
         W = self.beam_size
@@ -51,7 +68,8 @@ class BeamSearch(Method):
         # EOS finishes a hypothesis only if it ranks among the first W. A beam of 1 is then greedy.
         first = jax.tree.map(lambda x: x[:, :W], candidates)
         scores_BW = first.log_probs_BW / self.divisor(state.position_B + 1)[:, None]
-        finished = finish(state, first, ends_BC[:, :W], scores_BW)
+        ends_BW = ends_BC[:, :W]
+        finished = finish(state, first, ends_BW, scores_BW)
 
         log_probs_BC = jnp.where(ends_BC, IMPOSSIBLE, candidates.log_probs_BW)
         log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
@@ -62,6 +80,11 @@ class BeamSearch(Method):
         done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
             done_B |= ends_BC[:, 0]
+        if state.patience_B is not None:
+            has_ended_BW = ends_BW & (first.log_probs_BW > IMPOSSIBLE / 2)
+            patience_B = state.patience_B - has_ended_BW.sum(axis=1)
+            state = state._replace(patience_B=patience_B)
+            done_B |= patience_B < 0.5  # rounds halves up, as CTranslate2 does
         live = live._replace(log_probs_BW=log_probs_BW)
         return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 

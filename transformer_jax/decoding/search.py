@@ -97,6 +97,8 @@ class SearchState(NamedTuple):
     live: Beams
     finished: SearchResult
     done_B: Array
+    patience_B: Array | None = None
+    """float32: beam search also stops once this many more hypotheses finish. None: any number."""
 
 
 class NextToken(NamedTuple):

@@ -27,7 +27,7 @@ _NAMES = {
 # Other settings in generation_config.json that are handled elsewhere or irrelevant here.
 _OTHERS = {
     *("bad_words_ids", "max_length", "max_new_tokens", "renormalize_logits", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "early_stopping"),
     *("forced_eos_token_id", "transformers_version", "_from_model_config"),
 }
 _KNOWN = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
@@ -52,6 +52,7 @@ def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         "decoder_start_token_id": BOS_ID,
+        "early_stopping": decoding.patience == 1,
         "forced_eos_token_id": EOS_ID,
     }
 
@@ -63,7 +64,7 @@ def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     forbidden = tokenizer.target.tokens(_forbidden(decoding, tokenizer))
     return {
         **{theirs: getattr(decoding, ours) for ours, (_, _, theirs) in _NAMES.items()},
-        "patience": _PATIENCE,
+        "patience": decoding.patience or _PATIENCE,
         "max_input_length": longest_source,
         "max_decoding_length": longest_target,
         "suppress_sequences": [[token] for token in forbidden],
@@ -96,6 +97,7 @@ def from_transformers(
         ours: default if settings.get(theirs) is None else settings[theirs]
         for ours, (theirs, default, _) in _NAMES.items()
     }
+    fields["patience"] = 1.0 if settings.get("early_stopping") is True else None
     suppress = dict.fromkeys(tokens[i] for [i] in forbidden if i in tokens)
     try:
         return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(suppress))

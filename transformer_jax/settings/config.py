@@ -6,6 +6,7 @@ deviation from the paper is a named field. ``config_files.py`` reads and writes 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -359,8 +360,17 @@ class TrainingConfig(Section, prefix="training."):
     max_bad_steps: Positive = 10
     """Steps with a non-finite loss or gradient are skipped and counted. Training stops after this
     many in a row."""
+    profile: str = ""
+    """Profile of the steps START:STOP, counted from 0 and without STOP: write a trace for xprof and
+    TensorBoard to profile/ in the work directory; '': no profile."""
 
     def rules(self) -> Iterator[Rule]:
+        span = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "0:1")
+        yield (
+            "profile",
+            span is not None and int(span[1]) < min(int(span[2]), self.steps),
+            f"'' or START:STOP with START < STOP and START < training.steps = {self.steps}",
+        )
         yield (
             "average",
             self.average == "auto" or self.average <= self.keep_checkpoints,
@@ -387,6 +397,10 @@ class DecodingConfig(Section, prefix="decoding."):
     length_offset: NonNegative = 5.0
     """c in the length penalty: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers,
     which divide by length^alpha."""
+    patience: PositiveFloat | None = None
+    """beam: stop once beam_size x patience translations of a sentence are finished, as CTranslate2
+    does (1: as transformers does with early_stopping=True). Faster, but can miss better
+    translations. None: stop when no unfinished translation can still win."""
     max_extra_length: Size = 50
     """Maximum number of tokens by which a translation can exceed its source."""
     min_length: Count = 0
@@ -420,6 +434,11 @@ class DecodingConfig(Section, prefix="decoding."):
             self.min_length <= self.max_extra_length,
             f"at most decoding.max_extra_length = {self.max_extra_length}, so that even the "
             "shortest source can reach it",
+        )
+        yield (
+            "patience",
+            self.patience is None or self.method == "beam",
+            f"None, because decoding.method is {self.method!r}",
         )
 
 

@@ -22,7 +22,9 @@ from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
+from transformer_jax.training.flops import training_flops
 from transformer_jax.training.prepare import Prepared, prepare
+from transformer_jax.training.profiler import Profiler
 from transformer_jax.training.reporting import Meter, Reporter
 from transformer_jax.training.signals import Signals
 from transformer_jax.training.step import StepMetrics
@@ -123,8 +125,9 @@ class _Loop:
         self._reporter, self._signals, self._watch = reporter, Signals(), watch
         self._state, self._step = run.state, int(run.state.step)  # number of completed steps
         self._evaluator = Evaluator(run)
-        self._meter = Meter(run.progress)
-        self._unread: StepMetrics | None = None  # metrics of the last step
+        self._meter = Meter(run.progress, list(run.mesh.devices.flat))
+        # metrics and model FLOPs of the last step
+        self._unread: tuple[StepMetrics, float] | None = None
 
     def train(self, compiled: CompileAhead) -> None:
         """Train until the last step, early stopping or a signal, and save the final state."""
@@ -139,14 +142,16 @@ class _Loop:
         if not stop:
             compiled.wait(run.plan.shape(self._step), self._now)
         # Until now, there was nothing to save, so signals ended the program.
-        with closing(loader) as batches, self._signals:
+        profiler = Profiler(run)
+        with closing(loader) as batches, closing(profiler), self._signals:
             for batch in [] if stop else batches:
                 shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
                 train_step = compiled.wait(shape, self._now)
                 self._watch.poll("step {}, {} rows of {} + {} tokens".format(self._step, *shape))
-                self._state, figures = train_step(self._state, batch)
+                self._state, metrics = profiler.run(train_step, self._step, self._state, batch)
                 self._read_figures()  # of the previous step, while this one runs
-                self._step, self._unread = self._step + 1, figures
+                self._step += 1
+                self._unread = metrics, training_flops(run.config, *shape)
                 stop, evaluate = self._signals.stop_after(self._step), self._evaluation_due()
                 if stop or evaluate or self._step % self._training.checkpoint_every == 0:
                     self._save()
@@ -241,8 +246,8 @@ class _Loop:
         """Read the last step's metrics, unless already read, and log them if due."""
         if self._unread is None:
             return
-        step, metrics, self._unread = self._step, jax.device_get(self._unread), None
-        self._meter.add(metrics)
+        step, (metrics, flops), self._unread = self._step, jax.device_get(self._unread), None
+        self._meter.add(metrics, flops)
         self._reporter.show(completed=step)
         if metrics.bad_in_a_row:
             log.warning("Step %d had a non-finite loss or gradient; its update was skipped.", step)

@@ -23,6 +23,7 @@ from transformer_jax.devices.distributed import is_first
 from transformer_jax.errors import LossyStream, UserError
 from transformer_jax.storage.files import write_atomically
 from transformer_jax.storage.json_files import parse_object
+from transformer_jax.training.flops import peak_tflops
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import StepMetrics
@@ -45,8 +46,8 @@ def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
 class Meter:
     """Running totals in ``progress``, and averages since the last log entry."""
 
-    def __init__(self, progress: Progress):
-        self._progress = progress
+    def __init__(self, progress: Progress, devices: list[jax.Device]):
+        self._progress, self._devices = progress, devices
         self._sums: LossSums
         self.restart()
         self._begin_entry()
@@ -55,11 +56,12 @@ class Meter:
         """Exclude the time since the last step from the training time."""
         self._since = time.perf_counter()
 
-    def add(self, metrics: StepMetrics) -> None:
-        """Add one step's metrics."""
+    def add(self, metrics: StepMetrics, flops: float) -> None:
+        """Add one step's metrics and model FLOPs."""
         now = time.perf_counter()
         self._progress.train_seconds += now - self._since
         self._progress.tokens += int(metrics.source_tokens + metrics.sums.tokens)
+        self._flops += flops
         if not metrics.bad_in_a_row:
             self._sums = jax.tree.map(operator.add, self._sums, metrics.sums)
         self._since = now
@@ -68,12 +70,18 @@ class Meter:
         """Return averages since the last entry, NaN if all steps were skipped."""
         seconds = max(self._progress.train_seconds - self._before.train_seconds, 1e-9)
         tokens = self._progress.tokens - self._before.tokens
-        values = means(self._sums) | {"tokens_per_second": tokens / seconds}
+        tflops = self._flops / 1e12 / seconds / len(self._devices)
+        values = means(self._sums) | {
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_device": tflops,
+        }
+        if peak := peak_tflops(self._devices[0].device_kind):
+            values["mfu"] = tflops / peak
         self._begin_entry()
         return values
 
     def _begin_entry(self) -> None:
-        self._before = copy(self._progress)
+        self._before, self._flops = copy(self._progress), 0.0
         self._sums = LossSums(*np.zeros(4))
 
 
@@ -131,8 +139,10 @@ class Reporter:
     def training(self, step: int, values: dict[str, Any]) -> None:
         """Log training metrics."""
         self.write("train", step, values)
+        mfu = f" (MFU {values['mfu']:.1%})" if "mfu" in values else ""
         status = (
             f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"{values['tflops_per_device']:.3g} TFLOP/s{mfu}  "
             f"epoch {values['epoch']:.2f}  lr {values['learning_rate']:.2e}"
         )
         self.show(status=status)
