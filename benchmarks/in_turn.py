@@ -93,7 +93,8 @@ def measure(
             begin = time.perf_counter()
             found = run()
             answers[name] = {"seconds": time.perf_counter() - begin} | found
-            print(f"round {number}  {name:<16} {answers[name]['seconds']:.3g} s", file=sys.stderr)
+            shown = f"{answers[name]['seconds']:.3g} s, {speed(answers[name]):.4g} {unit}"
+            print(f"round {number}  {name:<16} {shown}", file=sys.stderr, flush=True)
     speeds = {name: [speed(answers[name]) for answers in rounds[1:]] for name in runs}
     first, *_ = speeds.values()
     table: Table = {}

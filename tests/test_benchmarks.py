@@ -185,7 +185,8 @@ def test_decoding_agrees_with_other_engines(
 def test_serving_and_decoding_of_a_trained_model(
     tmp_path: Path, here: Callable[..., dict[str, Any]]
 ) -> None:
-    pytest.importorskip("fastapi")
+    for package in ("fastapi", "ctranslate2"):
+        pytest.importorskip(package)
     tokenizer, workdir = train_tokenizer(lines_of_words(40)), tmp_path / "run"
     workdir.mkdir()
     model = make_model(tokenizer)
@@ -198,13 +199,17 @@ def test_serving_and_decoding_of_a_trained_model(
     lines = tmp_path / "lines"
     lines.write_text("".join(f"{line}\n" for line in lines_of_words(6)))
     given = ["--workdir", str(workdir), "--input", str(lines)]
-    few = ["--", "--batch-size", "8"]
-    table = here("serving", *given, "--clients", "2", "--seconds", "0.3", *few)
-    for name in ("ours, 2 clients, mixed", "ours, 2 clients, alike"):
-        figures = table[name]
-        assert figures["lines"] > 2 and 0 < figures["p50 ms"] <= figures["p95 ms"]
-        assert not figures["differ"] and "errors" not in figures
-    assert table["decode.py"]["lines"] == 6
+    few = ["--threads", "1", "--clients", "2", "--seconds", "0.3"]
+    engines = ["--engines", "ours", "ctranslate2"]
+    table = here("serving", *given, *few, *engines, "--", "--batch-size", "8")
+    assert len(table) == 4
+    for kind in ("mixed", "alike"):
+        for name in ("ours", "ctranslate2"):
+            figures = table[f"2 clients, {kind}, {name}"]
+            assert figures["lines"] > 2 and 0 < figures["p50 ms"] <= figures["p95 ms"]
+            assert not figures["differ"] and "errors" not in figures
+        assert figures["setting"].startswith("1 x 1 threads, ")
+        assert float(figures["ours / this"].split()[0]) > 0
     batch = ["--batch-sizes", "4", "--engines", "ours", "--patience", "1"]
     assert here("decode", *given, *batch)["batch 4, ours"]["same"] == "6 of 6"
 
