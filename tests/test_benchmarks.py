@@ -90,6 +90,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     monkeypatch.setattr(in_turn, "ProcessPoolExecutor", InTurn)
+    monkeypatch.setattr(in_turn, "_PAUSE", 0)
     monkeypatch.setattr(subprocess, "run", run_here)
 
     def benchmark_here(name: str, *flags: str) -> dict[str, dict[str, Any]]:
