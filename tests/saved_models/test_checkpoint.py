@@ -62,8 +62,6 @@ def config(tokenizer: Tokenizer) -> Config:
             d_ff=8,
             num_heads=2,
             num_layers=1,
-            norm_bias=False,  # Orbax takes most of the time, for each array
-            feed_forward_bias=False,
         ),
         data=DataConfig(max_source_length=16, max_target_length=16),
         optimizer=OptimizerConfig(ema_decay=0.0),
