@@ -97,14 +97,13 @@ def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> j
     a_axes, b_axes, out = equation.replace("->", ",").split(",")
     summed = "".join(axis for axis in a_axes if axis not in out)
     rows = a.shape[: len(a_axes) - len(summed)]
-    a = a.reshape(math.prod(rows), -1)
+    a, b = _as_matrix(a, a_axes, summed), _as_matrix(b, b_axes, summed)
     # NaN and infinity make the whole row NaN.
     largest_M1 = jnp.max(jnp.abs(a), axis=1, keepdims=True)
     integers = jnp.round(a * (_INT8_MAX / jnp.maximum(largest_M1, 1e-30))).astype(jnp.int8)
-    first = b_axes.startswith(summed)
-    b = b.reshape(a.shape[1], -1) if first else b.reshape(-1, a.shape[1])
+    summed_axes = ((1,), (0 if b_axes.startswith(summed) else 1,))
     out_MN = jax.lax.dot_general(
-        integers, b, (((1,), (0 if first else 1,)), ((), ())), preferred_element_type=jnp.int32
+        integers, b, (summed_axes, ((), ())), preferred_element_type=jnp.int32
     )
     out_MN = out_MN * (largest_M1 / _INT8_MAX) * scale.reshape(1, -1)
     return out_MN.reshape(*rows, *scale.shape)
@@ -115,7 +114,9 @@ def _rounded(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     a_axes, b_axes, out = equation.replace("->", ",").split(",")
     sizes = dict(zip(a_axes + b_axes, a.shape + b.shape, strict=True))
     summed = "".join(axis for axis in a_axes if axis not in out)
-    a, b = (_as_matrix(x, axes, summed) for x, axes in ((a, a_axes), (b, b_axes)))
+    a, b = (
+        _as_matrix(x.astype(jnp.bfloat16), axes, summed) for x, axes in ((a, a_axes), (b, b_axes))
+    )
     if a_axes.startswith(summed):  # XLA's fast kernels need the first matrix in row-major order
         a = with_layout_constraint(a.T, Layout((0, 1)))
     summed_axes = ((1,), (0 if b_axes.startswith(summed) else 1,))
@@ -143,7 +144,7 @@ _rounded.defvjp(_forward, _backward)
 
 
 def _as_matrix(x: jax.Array, axes: str, summed: str) -> jax.Array:
-    """Round to bfloat16, with the ``summed`` axes, which come first or last, as one axis."""
+    """Merge the ``summed`` axes, which come first or last, and the other axes."""
     first = len(summed) if axes.startswith(summed) else len(axes) - len(summed)
     rows = math.prod(x.shape[:first])
-    return x.astype(jnp.bfloat16).reshape(rows, -1)
+    return x.reshape(rows, -1)
