@@ -170,7 +170,8 @@ class Engine:
         device: jax.Device | None = None,
     ):
         """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
-        token ids of ``config.suppress``.
+        token ids of ``config.suppress``. Raises ``UserError`` if ``config.weights`` is int8 without
+        AMX.
         """
         if config.weights == "int8":
             check_int8()

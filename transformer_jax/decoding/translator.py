@@ -48,7 +48,7 @@ class Translator:
 
         Raises:
           UserError: model and tokenizer have different vocabulary sizes; ``config.suppress`` has
-            tokens outside the vocabulary.
+            tokens outside the vocabulary; ``config.weights`` is int8 without AMX.
         """
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
