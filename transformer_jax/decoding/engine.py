@@ -33,7 +33,7 @@ from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.matmul import check_int8
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig
-from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID, SPECIAL_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,8 @@ class Engine:
         """
         if config.weights == "int8":
             check_int8()
-        self.config, self.method = config, _method(config, suppress)
+        start_id = SPECIAL_IDS[model.config.decoder_start]
+        self.config, self.method = config, _method(config, suppress, start_id)
         self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size)
@@ -342,11 +343,11 @@ def search_together(
     return [found_of[index][: sentence.wanted] for index, sentence in enumerate(sentences)]
 
 
-def _method(config: DecodingConfig, suppress: tuple[int, ...]) -> Method:
+def _method(config: DecodingConfig, suppress: tuple[int, ...], start_id: int) -> Method:
     method: type[Method] = BeamSearch if config.method == "beam" else Sampling
     shared = vars(config).keys() & {field.name for field in fields(method)}
     return method(
-        bos_id=BOS_ID,
+        bos_id=start_id,
         eos_id=EOS_ID,
         pad_id=PAD_ID,
         constraints=Constraints(config.min_length, suppress, config.no_repeat_ngram),

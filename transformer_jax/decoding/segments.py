@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -18,14 +18,17 @@ _SPACE = re.compile(r"\s+")
 _UNSPACED_END = re.compile(r"[\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-\U0003ffff]\W*$")
 
 
-def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
+def split(
+    line: str, limit: int, tokenizer: Tokenizer, first: Sequence[int] | None = None
+) -> list[list[int]]:
     """Split a line into segments of at most ``limit`` source tokens. Each segment has as many whole
     sentences as fit.
 
     An overlong sentence is split between words, and an overlong word in the middle. A tag at the
-    beginning of the line, such as ``>>deu<<``, is repeated before each segment.
+    beginning of the line, such as ``>>deu<<``, is repeated before each segment, as is ``first``
+    (``SubwordModel.encode``).
     """
-    tag, rest = tokenizer.source.split_tag(line)
+    tag, rest = tokenizer.source.split_tag(line, first)
     if len(tag) > limit // 2:  # too long for a tag
         tag, rest = [], line
     limit -= len(tag)
@@ -39,7 +42,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
     # Encode each segment as a whole. This rarely takes more tokens than encoding its units, because
     # every unit starts with a space token, even if it has no leading space.
     prefix = line.removesuffix(rest.lstrip()) if tag else ""
-    whole = tokenizer.source.encode([prefix + text.strip() for text in texts])
+    whole = tokenizer.source.encode([prefix + text.strip() for text in texts], first=first)
     return [
         segment if len(segment) <= len(tag) + limit else tag + units
         for segment, units in zip(whole, tokens)
@@ -48,7 +51,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
     """Split ``text`` into as few units as possible, each of at most ``limit`` tokens."""
-    [tokens] = tokenizer.source.encode([text.strip()])
+    [tokens] = tokenizer.source.encode([text.strip()], first=())
     if len(tokens) <= limit or len(text) == 1:
         yield text, tokens[:limit]
         return

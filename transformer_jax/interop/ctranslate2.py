@@ -65,9 +65,7 @@ def export_ctranslate2(
     """
     spec = _spec(config.model)
     weights = plain_weights(model)
-    if (
-        config.model.activation == "swiglu"
-    ):  # CTranslate2 applies the activation to the first matrix
+    if config.model.is_gated:  # CTranslate2 applies the activation to the first matrix
         swap = {"inner": "gate", "gate": "inner"}
         weights = {re.sub("inner|gate", lambda m: swap[m[0]], n): x for n, x in weights.items()}
     longest = max(_POSITIONS, *length_limits(config))
@@ -97,14 +95,14 @@ def _spec(shape: ModelConfig) -> Any:
         from ctranslate2.specs import common_spec, transformer_spec
     names = {
         **{"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh"},
-        **{"silu": "SWISH", "swiglu": "SWISH"},
+        **{"silu": "SWISH", "swiglu": "SWISH", "geglu": "GELUTanh"},
     }
     settings: dict[str, Any] = {
         "pre_norm": True,  # temporary, to create the final norm
         "no_final_norm": not shape.has_final_norm,
         "rms_norm": shape.norm_type == "rms",
         "activation": common_spec.Activation[names[shape.activation]],
-        "ffn_glu": shape.activation == "swiglu",
+        "ffn_glu": shape.is_gated,
     }
     encoder = transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **settings)
     decoder = transformer_spec.TransformerDecoderSpec(

@@ -8,7 +8,7 @@ A tied matrix appears once. Additional axis letters: I inputs, O outputs of a li
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ from transformer_jax import ModelConfig, Transformer, UserError, sinusoidal_posi
 Weights = dict[str, np.ndarray]
 
 _SOURCE, _TARGET = "source_embedding.position_matrix", "target_embedding.position_matrix"
-_IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+?)\.(kernel|bias|norm\.\w+)")
+_IN_LAYER = re.compile(
+    r"(encoder|decoder)\.(?:layers|relative_biases)\.(\d+)\.(?:(.+?)\.(kernel|bias|norm\.\w+)|table)"
+)
 
 
 class Library(NamedTuple):
@@ -43,7 +45,7 @@ def to_library(weights: Weights, library: Library) -> Weights:
     """Convert plain weights to weights of ``library``."""
     tensors = {}
     for theirs, ours in _names(weights, library).items():
-        shares = [_transposed(name, weights[name]) for name in ours]
+        shares = [transposed(name, weights[name]) for name in ours]
         tensors[theirs] = np.concatenate(shares) if len(shares) > 1 else shares[0]
     return tensors
 
@@ -53,8 +55,27 @@ def from_library(tensors: Weights, like: Weights, library: Library) -> Weights:
     weights = {}
     for theirs, ours in _names(like, library).items():
         for name, share in zip(ours, np.split(tensors[theirs], len(ours))):
-            weights[name] = _transposed(name, share)
+            weights[name] = transposed(name, share)
     return weights
+
+
+def parameter_shapes(config: ModelConfig) -> dict[tuple[Any, ...], tuple[int, ...]]:
+    """Return the shapes of a model's parameters by path."""
+    flat = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
+    return {path: x.shape for path, x in flat}
+
+
+def library_names(paths: Iterable[tuple[Any, ...]], library: Library) -> dict[str, str]:
+    """Map the names of parameters to their names in a library that concatenates none of them."""
+    ours = dict.fromkeys(map(parameter_name, paths), np.empty(0))
+    return {names[0]: theirs for theirs, names in _names(ours, library).items()}
+
+
+def plain_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a parameter with concatenated heads."""
+    if re.search(r"_attention\.(query|key|value)\.", name):
+        return (*shape[:-2], shape[-2] * shape[-1])
+    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
 
 
 def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
@@ -86,14 +107,14 @@ def plain_weights(model: Transformer) -> Weights:
                 f"{config.d_model} / {config.num_heads}. Other libraries require this size."
             )
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return _plain({_name(path): np.array(x[...]) for path, x in state}, config)
+    return _plain({parameter_name(path): np.array(x[...]) for path, x in state}, config)
 
 
 def blank_weights(config: ModelConfig) -> Weights:
     """Create all-zero plain weights for a model with this config, without allocating memory."""
     zero = np.float32(0)
     shapes = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
-    blank = {_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes}
+    blank = {parameter_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes}
     return _plain(blank, config)
 
 
@@ -103,7 +124,7 @@ def model_of(weights: Weights, config: ModelConfig) -> Transformer:
     scale = np.float32(config.d_model**0.5)
     flat = {}
     for path, x in nnx.to_flat_state(blank):
-        weight = weights[_name(path)]
+        weight = weights[parameter_name(path)]
         weight = weight / scale if path[-1] == "position_matrix" else weight
         flat[path] = jnp.array(weight).reshape(x.shape)
     return nnx.merge(graph, nnx.traversals.unflatten_mapping(flat))
@@ -129,24 +150,22 @@ def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
 
     If positions are permuted in the same way, the model computes the same function.
     """
-    changed = {}
-    for name, x in weights.items():
-        # d_model is the first axis of these kernels, and the last axis of other weights.
-        if re.search(r"\.(query|key|value|inner|gate)\.", name):
-            changed[name] = x[order_D] if name.endswith("kernel") else x
-        else:
-            changed[name] = x if name == "softmax_bias" else x[..., order_D]
-    return changed
+    return {name: reordered_weight(name, x, order_D) for name, x in weights.items()}
+
+
+def reordered_weight(name: str, x: np.ndarray, order_D: np.ndarray) -> np.ndarray:
+    """Permute the d_model dimension of a plain weight."""
+    # d_model is the first axis of these kernels, and the last axis of other weights.
+    if re.search(r"\.(query|key|value|inner|gate)\.", name):
+        return x[order_D] if name.endswith("kernel") else x
+    return x if name == "softmax_bias" else x[..., order_D]
 
 
 def _plain(flat: Weights, config: ModelConfig) -> Weights:
     weights: Weights = {"softmax_bias": np.zeros(config.vocab_size, np.float32)}
     for name, x in flat.items():
-        if re.search(r"_attention\.(query|key|value)\.", name):
-            x = x.reshape(*x.shape[:-2], -1)
-        elif x.ndim == 3:
-            x = x.reshape(-1, x.shape[-1])
-        elif name in (_SOURCE, _TARGET):
+        x = x.reshape(plain_shape(name, x.shape))
+        if name in (_SOURCE, _TARGET):
             x = x * np.float32(config.d_model**0.5)
         if name.endswith("kernel"):
             weights.setdefault(name.replace("kernel", "bias"), np.zeros(x.shape[1], np.float32))
@@ -163,7 +182,7 @@ def _names(weights: Weights, library: Library) -> dict[str, list[str]]:
     for ours in weights:
         key, prefix, name = ours, "", ""
         if match := _IN_LAYER.fullmatch(ours):
-            side, number, part, leaf = match.groups()
+            side, number, part, leaf = match.groups("relative_bias")
             key = part if part in library.names else f"{side}.{part}"
             prefix = library.layer.format(side=side, number=number)
             scale, bias = library.norm if leaf.startswith("norm") else ("weight", "bias")
@@ -174,7 +193,7 @@ def _names(weights: Weights, library: Library) -> dict[str, list[str]]:
     return found
 
 
-def _transposed(name: str, x: np.ndarray) -> np.ndarray:
+def transposed(name: str, x: np.ndarray) -> np.ndarray:
     """Transpose kernels between [I, O] (ours) and [O, I]."""
     return x.T if name.endswith("kernel") else x
 
@@ -185,5 +204,6 @@ def _blank(config: ModelConfig) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """Return the name of the parameter at ``path``."""
     return ".".join(map(str, path))

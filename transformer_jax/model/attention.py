@@ -55,6 +55,7 @@ def dot_product_attention(
     k_BSHK: jax.Array,
     v_BSHK: jax.Array,
     mask_BHTS: jax.Array | None = None,
+    bias_BHTS: jax.Array | None = None,
     *,
     dropout_rate: float = 0.0,
     dropout_key: DropoutKey = None,
@@ -65,6 +66,7 @@ def dot_product_attention(
     Args:
       mask_BHTS: bool, True where attention is allowed; axes B, H and T can be 1. None allows all
         positions. A fully masked query gets uniform weights.
+      bias_BHTS: float32, added to the scores q k^T / sqrt(d_k); axis B can be 1.
       module: module that sows the attention weights before dropout, float32 [B, H, T, S], as an
         ``nnx.Intermediate`` named ``weights``; None: do not sow them.
 
@@ -73,6 +75,8 @@ def dot_product_attention(
     """
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    if bias_BHTS is not None:
+        scores_BHTS += bias_BHTS
     if mask_BHTS is not None:
         scores_BHTS = jnp.where(mask_BHTS, scores_BHTS, MASKED)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
@@ -140,13 +144,14 @@ class MultiHeadAttention(nnx.Module):
         d_v: int | None = None,
         use_bias: bool = False,
         dropout: float = 0.0,
+        scale: bool = True,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         """Create the projections. ``d_k`` and ``d_v`` default to ``d_model / num_heads``.
 
-        ``dropout`` is applied to the attention weights. Raises ``UserError`` for values that
-        ``ModelConfig`` does not accept.
+        ``dropout`` is applied to the attention weights. Without ``scale``, scores are not divided
+        by sqrt(d_k). Raises ``UserError`` for values that ``ModelConfig`` does not accept.
         """
         config = ModelConfig(
             d_model=d_model,
@@ -164,6 +169,8 @@ class MultiHeadAttention(nnx.Module):
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
         self.qkv: Projection | None = nnx.data(None)  # see ``merge_projections``
         self.dropout = dropout
+        # Queries are multiplied by this before attention divides their scores by sqrt(d_k).
+        self.query_scale = 1.0 if scale else d_k**0.5
         self.sow_weights = False
 
     @checked
@@ -173,12 +180,13 @@ class MultiHeadAttention(nnx.Module):
         query_BTD: jax.Array,
         memory_BSD: jax.Array | None = None,
         mask_BHTS: jax.Array | None = None,
+        bias_BHTS: jax.Array | None = None,
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
         """Attend from the queries to the memory (None: to the queries). Returns [B, T, D].
 
-        The mask has the same format as in ``dot_product_attention``. If the attribute
+        Mask and bias have the same format as in ``dot_product_attention``. If the attribute
         ``sow_weights`` is True, ``nnx.capture`` collects the attention weights.
         """
         inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
@@ -191,6 +199,7 @@ class MultiHeadAttention(nnx.Module):
                 k_BSHK,
                 v_BSHK,
                 mask_BHTS,
+                bias_BHTS,
                 dropout_rate=self.dropout,
                 dropout_key=dropout_key,
                 module=self if self.sow_weights else None,
@@ -202,6 +211,7 @@ class MultiHeadAttention(nnx.Module):
             return attention_kernel.short_attention(*arrays, mask_BHTS)
 
         plain = self.sow_weights or (self.dropout > 0 and dropout_key is not None)
+        plain |= bias_BHTS is not None
         if plain or not attention_kernel.supports(query_BTD, self.query, self.value, mask_BHTS):
             return self.output(reference(*inputs, mask_BHTS))
         platforms = {"cuda": kernel, "default": reference}
@@ -215,13 +225,18 @@ class MultiHeadAttention(nnx.Module):
         ``packed`` computes one matmul for each input, if keys and values are equally wide, for
         kernels that read its result in place (``gpu.split_qkv``).
         """
-        if not packed or self.key.kernel.shape != self.value.kernel.shape:
+        if not packed or self.query_scale != 1 or self.key.kernel.shape != self.value.kernel.shape:
             # Queries come last: gradients are summed in reverse order, which affects rounding.
             k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)
-            return self.query(query_BTD), k_BSHK, v_BSHK
+            return self.queries(query_BTD), k_BSHK, v_BSHK
         if memory_BSD is None:
             return ((self.qkv or merge(self.query, self.key, self.value))(query_BTD),)
-        return self.query(query_BTD), merge(self.key, self.value)(memory_BSD)
+        return self.queries(query_BTD), merge(self.key, self.value)(memory_BSD)
+
+    def queries(self, query_BTD: jax.Array) -> jax.Array:
+        """Project to queries [B, T, H, K]."""
+        q_BTHK = self.query(query_BTD)
+        return q_BTHK if self.query_scale == 1 else q_BTHK * self.query_scale
 
     def merge_projections(self) -> None:
         """Merge the weights for ``project``, to avoid merging them in each decoding step."""

@@ -153,6 +153,7 @@ class LayerAttention:
     history: tuple[Block, ...]
     source: tuple[Block, ...]
     own: Block | None = None  # newest keys and values, not yet in the history
+    bias_BHT: jax.Array | None = None  # added to the scores of self-attention (RelativeBias.at)
 
     def to_history(self, *arrays_BWHK: jax.Array) -> jax.Array:
         """Attend from the newest tokens to the cached tokens and to themselves.
@@ -166,8 +167,15 @@ class LayerAttention:
         self.own = own = k_BWHK.reshape(shape), v_BWHK.reshape(shape)
         cache = self.cache
 
+        mask_BHWL = self.visible_B1WL
+        if self.bias_BHT is not None:
+            # Softmax ignores a constant, so the newest token's own bias becomes 0.
+            bias_BHT = self.bias_BHT - self.bias_BHT[:, :, -1:]
+            bias_BH1L = jnp.repeat(bias_BHT, q_BWHK.shape[1], axis=2)[:, :, None]
+            mask_BHWL = jnp.where(mask_BHWL, bias_BH1L, MASKED)
+
         def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, blocks, cache.layout.key_axes, self.visible_B1WL, own)
+            return _attend_to_blocks(q_BWHK, blocks, cache.layout.key_axes, mask_BHWL, own)
 
         def plain_step(block: Block) -> Any:
             return plain(block), *cache.written([block], own)
@@ -176,7 +184,7 @@ class LayerAttention:
             step = decode_kernel.attend_to_history
             return step(arrays_BWHK, block, cache.ancestors_BWT, cache.position_B)
 
-        if not decode_kernel.supports(q_BWHK, v_BWHK):
+        if self.bias_BHT is not None or not decode_kernel.supports(q_BWHK, v_BWHK):
             return plain(*self.history)
         steps = {"cuda": kernel_step, "default": plain_step}
         out_BWHK, *history = jax.lax.platform_dependent(*self.history, **steps)
@@ -256,6 +264,8 @@ def _attend_to_blocks(
 ) -> jax.Array:
     """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
 
+    The mask is bool, or a float32 bias of the scores that is MASKED at invisible positions.
+
     If the blocks' heads lie side by side, every head of a hypothesis attends like one hypothesis
     more, with zeros instead of the other heads' queries, and keeps its own part of the result.
     """
@@ -272,7 +282,8 @@ def _attend_to_blocks(
     q_BHWK = of_head(q_BWHK.reshape(B, W, 1, -1) * scale).reshape(B, 1, W * H, -1)
     if own:
         own = jnp.repeat(own[0], H, axis=1), jnp.repeat(own[1], H, axis=1)
-        mask_BHWL = jnp.repeat(mask_BHWL, H, axis=2)
+        mask_BHWL = jnp.broadcast_to(mask_BHWL, (B, H, *mask_BHWL.shape[2:]))
+        mask_BHWL = mask_BHWL.swapaxes(1, 2).reshape(B, 1, W * H, -1)
     out_BWHK = _attend(q_BHWK, blocks, key_axes, mask_BHWL, own).reshape(B, W, H, -1)
     return of_head(out_BWHK).sum(axis=2).reshape(B, W, H, -1)
 
@@ -310,7 +321,9 @@ def _attend(
     def add(state: Any, block: Block, mask_BHWL: jax.Array) -> Any:
         (before_BHW1, total_BHW1, out_BHWK), (keys, v_BHLK) = state, block
         scores_BHWL = matmul(f"BHWK,{key_axes}->BHWL", q_BHWK, keys)
-        scores_BHWL = jnp.where(mask_BHWL, scores_BHWL, MASKED)
+        if mask_BHWL.dtype != bool:
+            scores_BHWL += mask_BHWL
+        scores_BHWL = jnp.where(_visible(mask_BHWL), scores_BHWL, MASKED)
         largest_BHW1 = jnp.maximum(before_BHW1, scores_BHWL.max(axis=3, keepdims=True))
         scale_BHW1 = jnp.exp(before_BHW1 - largest_BHW1)
         weights_BHWL = jnp.exp(scores_BHWL - largest_BHW1)
@@ -323,8 +336,12 @@ def _attend(
         stop = start + block[1].shape[2]
         mask = mask_BHWL[..., start:stop]
         # The first block is never skipped: it is almost always used, and the divisor must not be 0.
-        is_used = True if start == 0 else mask.any()
+        is_used = True if start == 0 else _visible(mask).any()
         state = jax.lax.cond(is_used, add, lambda state, *_: state, state, block, mask)
         start = stop
     _, total_BHW1, out_BHWK = state
     return (out_BHWK / total_BHW1).swapaxes(1, 2).astype(q_BHWK.dtype)
+
+
+def _visible(mask: jax.Array) -> jax.Array:
+    return mask if mask.dtype == bool else mask > MASKED / 2

@@ -15,7 +15,7 @@ from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.matmul import activation_dtype, compute_dtype
-from transformer_jax.model.norms import Residual
+from transformer_jax.model.norms import Residual, make_norm
 from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
@@ -25,46 +25,77 @@ class Embedding(nnx.Module):
     """Token embeddings times sqrt(d_model), plus positional encodings (sections 3.4 and 3.5)."""
 
     @checked
-    def __init__(self, vocab_size: Positive, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Initialize the matrices from N(0, d_model^-1). The token matrix is [V, D]."""
-        self.matrix = embedding_matrix(vocab_size, config.d_model, rngs)
-        self.position_matrix = (
-            embedding_matrix(config.max_positions, config.d_model, rngs)
-            if config.positions == "learned"
-            else None
-        )
-        self.dtype = activation_dtype(config)
+    def __init__(
+        self,
+        vocab_size: Positive,
+        config: ModelConfig,
+        *,
+        has_matrix: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        """Initialize the matrices from N(0, d_model^-1). The token matrix is [V, D].
+
+        If ``has_matrix`` is False, calls must pass the token matrix of another embedding.
+        """
+        self.matrix = embedding_matrix(vocab_size, config.d_model, rngs) if has_matrix else None
+        rows = config.max_positions + config.position_offset
+        learned = config.positions == "learned"
+        self.position_matrix = embedding_matrix(rows, config.d_model, rngs) if learned else None
+        self.norm = make_norm(config) if config.embedding_norm else None
+        self.config = config
 
     @checked
     @jax.named_scope("embedding")
     def __call__(
-        self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
+        self,
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        *,
+        num_positions: int,
+        matrix_VD: jax.Array | None = None,
     ) -> jax.Array:
         """Embed tokens at these positions. Returns [B, L, D]. ``positions_BL`` may broadcast.
 
         Args:
           num_positions: exclusive upper bound for the positions of real tokens.
+          matrix_VD: token embeddings to use instead of this module's matrix.
 
         Raises:
           UserError: there are more positions than learned embeddings.
         """
-        d_model = self.matrix.shape[1]
+        config = self.config
+        if matrix_VD is None:
+            assert self.matrix is not None
+            matrix_VD = self.matrix[...]
         # Token ids outside the vocabulary give NaN; checkify's index checks can find them.
-        vectors_BLD = self.matrix[...].at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
-        x_BLD = vectors_BLD * d_model**0.5
-        if self.position_matrix is None:
-            table_LD = jnp.asarray(sinusoidal_positions(num_positions, d_model))
-        elif num_positions <= self.position_matrix.shape[0]:
-            table_LD = self.position_matrix[...] * d_model**0.5
-        else:
-            raise UserError(
-                f"A sequence has {num_positions} positions; expected at most "
-                f"{self.position_matrix.shape[0]}, the number of learned positions "
-                "(model.max_positions)."
+        x_BLD = matrix_VD.at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
+        if config.embedding_scale != "none":
+            x_BLD = x_BLD * config.d_model**0.5
+        if config.positions != "relative":
+            # Padding at the end of a packed row can be longer than any sentence. Its positions are
+            # clipped, because NaN would spread even if masked.
+            table_LD = self._positions(num_positions)
+            x_BLD += jnp.take(table_LD, positions_BL, axis=0, mode="clip")
+        if self.norm is not None:
+            x_BLD = self.norm(x_BLD)
+        return x_BLD.astype(activation_dtype(config))
+
+    def _positions(self, length: int) -> jax.Array:
+        """Return the positional encodings of the first ``length`` positions, or of more."""
+        config = self.config
+        if config.positions == "interleaved" or config.positions == "tensor2tensor":
+            table_LD = sinusoidal_positions(
+                length + config.position_offset, config.d_model, config.positions
             )
-        # Padding at the end of a packed row can be longer than any sentence. Its positions are
-        # clipped, because NaN would spread even if masked.
-        return (x_BLD + jnp.take(table_LD, positions_BL, axis=0, mode="clip")).astype(self.dtype)
+            return jnp.asarray(table_LD[config.position_offset :])
+        if length > config.max_positions:
+            raise UserError(
+                f"A sequence has {length} positions; expected at most {config.max_positions}, the "
+                "number of learned positions (model.max_positions)."
+            )
+        assert self.position_matrix is not None
+        learned_LD = self.position_matrix[...][config.position_offset :]
+        return learned_LD * config.d_model**0.5 if config.embedding_scale == "all" else learned_LD
 
 
 def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
@@ -92,13 +123,15 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
     "swiglu": jax.nn.silu,
+    "geglu": jax.nn.gelu,
 }
 
 
 class FeedForward(nnx.Module):
     """Feed-forward network max(0, x W_1 + b_1) W_2 + b_2 (equation 2), or another activation.
 
-    swiglu is (silu(x W_gate) * x W_1) W_2 (Shazeer, 2020), with optional biases.
+    swiglu is (silu(x W_gate) * x W_1) W_2 (Shazeer, 2020), with optional biases. In geglu, GELU
+    replaces SiLU.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -108,8 +141,7 @@ class FeedForward(nnx.Module):
         projection = partial(Projection, use_bias=config.feed_forward_bias, dtype=dtype, rngs=rngs)
         self.inner = projection("BLD,DF->BLF", (D, F))
         self.output = projection("BLF,FD->BLD", (F, D))
-        gated = config.activation == "swiglu"
-        self.gate = projection("BLD,DF->BLF", (D, F)) if gated else None
+        self.gate = projection("BLD,DF->BLF", (D, F)) if config.is_gated else None
         self.activation = config.activation
         self.dropout = config.feed_forward_dropout
 
@@ -133,6 +165,7 @@ def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
         d_v=config.head_width_v,
         use_bias=config.attention_bias,
         dropout=config.attention_dropout,
+        scale=config.attention_scale,
         dtype=compute_dtype(config),
         rngs=rngs,
     )
@@ -154,13 +187,17 @@ class EncoderLayer(nnx.Module):
         x_BSD: jax.Array,
         mask_BHSS: jax.Array,
         *,
+        bias_BHLL: jax.Array | None = None,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Apply the layer to [B, S, D]. ``dropout_key=None`` turns dropout off."""
+        """Apply the layer to [B, S, D]. ``dropout_key=None`` turns dropout off.
+
+        ``bias_BHLL`` is added to the scores of self-attention; axis B can be 1.
+        """
         keys = as_keys(dropout_key)
 
         def attend(y_BSD: jax.Array) -> jax.Array:
-            return self.self_attention(y_BSD, None, mask_BHSS, dropout_key=keys)
+            return self.self_attention(y_BSD, None, mask_BHSS, bias_BHLL, dropout_key=keys)
 
         x_BSD = self.self_attention_residual(x_BSD, attend, dropout_key=keys)
         feed_forward = partial(self.feed_forward, dropout_key=keys)
@@ -187,20 +224,22 @@ class DecoderLayer(nnx.Module):
         self_mask_BHTT: jax.Array | None,
         cross_mask_BHTS: jax.Array | None,
         *,
+        bias_BHLL: jax.Array | None = None,
         dropout_key: DropoutKey = None,
         cache: LayerAttention | None = None,
     ) -> jax.Array:
         """Apply the layer to [B, T, D]. ``dropout_key=None`` turns dropout off.
 
-        With a ``cache``, runs one decoding step with T hypotheses for each sentence. The KV cache
-        replaces memory and masks.
+        ``bias_BHLL`` is added to the scores of self-attention; axis B can be 1. With a ``cache``,
+        runs one decoding step with T hypotheses for each sentence. The KV cache replaces memory,
+        masks and bias.
         """
         keys = as_keys(dropout_key)
 
         def attend(y_BTD: jax.Array) -> jax.Array:
             attention = self.self_attention
             if cache is None:
-                return attention(y_BTD, None, self_mask_BHTT, dropout_key=keys)
+                return attention(y_BTD, None, self_mask_BHTT, bias_BHLL, dropout_key=keys)
             arrays = attention.project(y_BTD, packed=runs_kernels())
             return attention.output(cache.to_history(*arrays))
 
@@ -208,7 +247,7 @@ class DecoderLayer(nnx.Module):
             attention = self.cross_attention
             if cache is None:
                 return attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=keys)
-            return attention.output(cache.to_source(attention.query(y_BTD)))
+            return attention.output(cache.to_source(attention.queries(y_BTD)))
 
         x_BTD = self.self_attention_residual(x_BTD, attend, dropout_key=keys)
         x_BTD = self.cross_attention_residual(x_BTD, attend_to_memory, dropout_key=keys)

@@ -1,30 +1,89 @@
-"""Positional encodings (paper section 3.5), and positions in packed rows."""
+"""Positional encodings (paper section 3.5), relative bias, and positions in packed rows."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Count, Positive, checked
+from transformer_jax.settings.config import ModelConfig
 
 
 @checked
-def sinusoidal_positions(length: Count, d_model: Positive) -> np.ndarray:
+def sinusoidal_positions(
+    length: Count,
+    d_model: Positive,
+    layout: Literal["interleaved", "tensor2tensor"] = "interleaved",
+) -> np.ndarray:
     """Return sinusoidal positional encodings, float32 [length, d_model] (section 3.5).
 
     PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), and PE(pos, 2i + 1) is the cosine of the same
-    angle. Raises ``UserError`` if d_model is odd.
+    angle. In tensor2tensor, PE(pos, i) = sin(pos / 10000^(i / (d_model / 2 - 1))) for i < d_model /
+    2, then the cosines. Raises ``UserError`` if d_model is odd.
     """
     if d_model % 2:
         raise UserError(
             f"d_model is {d_model}; expected an even number, because each sine has a cosine."
         )
-    frequencies = 10000.0 ** -(np.arange(0, d_model, 2) / d_model)
+    paper = layout == "interleaved"
+    half = d_model // 2
+    frequencies = 10000.0 ** -(np.arange(half) / (half if paper else max(1, half - 1)))
     angles = np.arange(length)[:, None] * frequencies[None]
-    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2)
+    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2 if paper else 1)
     return waves.reshape(length, d_model).astype(np.float32)
+
+
+class RelativeBias(nnx.Module):
+    """Bias that T5 adds to the scores of self-attention (Raffel et al., 2020, section 2.1).
+
+    Each head has one bias for each bucket of distances from the query to the key. Half of the
+    buckets hold one distance each; the width of the others grows exponentially up to
+    ``relative_distance``. In the encoder, each direction has half of all buckets.
+    """
+
+    def __init__(self, config: ModelConfig, *, bidirectional: bool, rngs: nnx.Rngs):
+        """Initialize the biases [buckets, H] from N(0, d_model^-1)."""
+        initializer = nnx.initializers.normal(config.d_model**-0.5, jnp.float32)
+        shape = config.relative_buckets, config.num_heads
+        self.table = nnx.Param(initializer(rngs.params(), shape))
+        self.bidirectional, self.longest = bidirectional, config.relative_distance
+
+    def square(self, length: int) -> jax.Array:
+        """Return the biases of a row of tokens, float32 [1, H, L, L]: queries, then keys."""
+        biases_DH = self._between(1 - length, length)
+        index_L = np.arange(length)
+        distances_LL = index_L[None] - index_L[:, None] + length - 1
+        return biases_DH[distances_LL].transpose(2, 0, 1)[None]
+
+    def at(self, position_B: jax.Array, length: int) -> jax.Array:
+        """Return the biases of ``length`` keys, for one query at each position: [B, H, L].
+
+        The bias of later keys, which are masked, is that of the query's own key.
+        """
+        biases_DH = self._between(1 - length, 1)
+        distances_BL = jnp.arange(length)[None] - position_B[:, None] + length - 1
+        return jnp.take(biases_DH, distances_BL, axis=0, mode="clip").swapaxes(1, 2)
+
+    def _between(self, first: int, stop: int) -> jax.Array:
+        """Return the biases [D, H] of D distances: key minus query, from ``first`` on."""
+        distances_D = np.arange(first, stop)
+        buckets_D, count = np.zeros_like(distances_D), self.table.shape[0]
+        if self.bidirectional:
+            count //= 2
+            buckets_D += count * (distances_D > 0)
+            distances_D = abs(distances_D)
+        else:
+            distances_D = np.maximum(-distances_D, 0)
+        exact = count // 2
+        far_D = np.maximum(distances_D, exact).astype(np.float32) / np.float32(exact)
+        steps_D = np.log(far_D) / np.float32(np.log(self.longest / exact)) * (count - exact)
+        far_D = np.minimum(exact + steps_D.astype(np.int64), count - 1)
+        return self.table[...][buckets_D + np.where(distances_D < exact, distances_D, far_D)]
 
 
 @checked

@@ -22,10 +22,10 @@ from transformer_jax.model.layers import (
 )
 from transformer_jax.model.matmul import compute_dtype, einsum, quantize
 from transformer_jax.model.norms import make_norm
-from transformer_jax.model.positions import segment_positions
+from transformer_jax.model.positions import RelativeBias, segment_positions
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
-from transformer_jax.tokenization.special_ids import BOS_ID, PAD_ID
+from transformer_jax.tokenization.special_ids import PAD_ID, SPECIAL_IDS
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -43,9 +43,17 @@ class AttentionWeights(NamedTuple):
 class _Stack(nnx.Module):
     """Stack of N layers with an optional final norm."""
 
+    output_scale = 1.0
+
     def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
         self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
         self.final_norm = make_norm(config) if config.has_final_norm else None
+        # One for each layer, one for all layers, or none.
+        biases = number if config.relative_bias == "layer" else 1
+        self.relative_biases = nnx.List(
+            RelativeBias(config, bidirectional=layer is EncoderLayer, rngs=rngs)
+            for _ in range(biases if config.positions == "relative" else 0)
+        )
         self.remat = config.remat
 
     @checked
@@ -58,12 +66,24 @@ class _Stack(nnx.Module):
     ) -> jax.Array:
         """Apply all layers to [B, L, D]. Every layer gets the same ``context``."""
         remat, keys = self.remat and caches is None, as_keys(dropout_key)
+        if caches is None:
+            biases = [bias.square(x_BLD.shape[1]) for bias in self.relative_biases]
+        else:
+            cache = caches[0].cache
+            position_B, capacity = cache.position_B, cache.ancestors_BWT.shape[2]
+            biases = [bias.at(position_B, capacity) for bias in self.relative_biases]
         for i, layer in enumerate(self.layers):
             run = partial(layer, dropout_key=keys)
+            bias = biases[min(i, len(biases) - 1)] if biases else None
             if caches is not None:
+                caches[i].bias_BHT = bias
                 run = partial(run, cache=caches[i])
+            elif bias is not None:
+                run = partial(run, bias_BHLL=bias)
             x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
-        return x_BLD if self.final_norm is None else self.final_norm(x_BLD)
+        if self.final_norm is not None:
+            x_BLD = self.final_norm(x_BLD)
+        return x_BLD if self.output_scale == 1 else x_BLD * self.output_scale
 
 
 class Encoder(_Stack):
@@ -80,6 +100,8 @@ class Decoder(_Stack):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build ``decoder_layers`` decoder layers and the optional final norm."""
         super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
+        if config.output_scale:
+            self.output_scale = config.d_model**-0.5
 
 
 class Transformer(nnx.Module):
@@ -98,10 +120,16 @@ class Transformer(nnx.Module):
         """Initialize the parameters with ``rngs``."""
         self.config = config
         self.target_embedding = Embedding(config.vocab_size, config, rngs=rngs)
+        shared = config.shares_embeddings
         self.source_embedding = (
             None
-            if config.shares_embeddings
-            else Embedding(config.source_vocab_size or config.vocab_size, config, rngs=rngs)
+            if shared and config.share_positions
+            else Embedding(
+                config.source_vocab_size or config.vocab_size,
+                config,
+                has_matrix=not shared,
+                rngs=rngs,
+            )
         )
         self.encoder = Encoder(config, rngs=rngs)
         self.decoder = Decoder(config, rngs=rngs)
@@ -118,7 +146,13 @@ class Transformer(nnx.Module):
     def output_matrix_VD(self) -> jax.Array:
         """Softmax matrix, float32 [V, D]; the target embedding matrix if tied."""
         matrix = self.softmax_matrix
-        return self.target_embedding.matrix[...] if matrix is None else matrix[...]
+        return self._target_matrix_VD if matrix is None else matrix[...]
+
+    @property
+    def _target_matrix_VD(self) -> jax.Array:
+        matrix = self.target_embedding.matrix
+        assert matrix is not None
+        return matrix[...]
 
     @property
     def output_bias_V(self) -> jax.Array | None:
@@ -162,7 +196,8 @@ class Transformer(nnx.Module):
         segments_BT = _segments(target_BT, target_segments_BT)
         positions_BT = segment_positions(segments_BT)
         before_BT = jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)))
-        inputs_BT = jnp.where(positions_BT == 0, BOS_ID, before_BT)
+        start_id = SPECIAL_IDS[self.config.decoder_start]
+        inputs_BT = jnp.where(positions_BT == 0, start_id, before_BT)
         packed = target_segments_BT is not None
         return self.decoder(
             self._embed(self.target_embedding, inputs_BT, positions_BT, packed=packed, keys=keys),
@@ -232,7 +267,12 @@ class Transformer(nnx.Module):
         num_positions = tokens_BL.shape[1]
         if packed:  # a packed row can be longer than any sentence in it
             num_positions = min(num_positions, self.config.position_limit)
-        x_BLD = embedding(tokens_BL, positions_BL, num_positions=num_positions)
+        x_BLD = embedding(
+            tokens_BL,
+            positions_BL,
+            num_positions=num_positions,
+            matrix_VD=self._target_matrix_VD if embedding.matrix is None else None,
+        )
         return dropout(x_BLD, self.config.dropout, keys)
 
     @checked
@@ -281,7 +321,7 @@ class Transformer(nnx.Module):
     def decode_step(
         self, tokens_BW: jax.Array, cache: DecoderCache
     ) -> tuple[jax.Array, DecoderCache]:
-        """Run one decoding step on the last token of each hypothesis (BOS_ID at first).
+        """Run one decoding step on the last token of each hypothesis (``decoder_start`` at first).
 
         Returns:
           Logits of the next token, float32 [B, W, V], and the new cache.

@@ -73,20 +73,45 @@ class ModelConfig(Section, prefix="model."):
     """Add biases to the four attention projections (fairseq, Marian and BERT do)."""
     feed_forward_bias: bool = True
     """Add biases to the feed-forward layers (equation 2)."""
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"] = "relu"
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"] = "relu"
     """Activation of the feed-forward layers. gelu is exact (erf); gelu_tanh approximates it. swiglu
-    adds a third matrix, the gate; reduce d_ff by a third to keep the same number of parameters."""
-    positions: Literal["interleaved", "learned"] = "interleaved"
-    """Sinusoids with sine and cosine interleaved (the paper), or learned embeddings (Table 3, row
-    E)."""
+    (SiLU) and geglu (gelu_tanh, as in T5 1.1) add a third matrix, the gate; reduce d_ff by a third
+    to keep the same number of parameters."""
+    positions: Literal["interleaved", "tensor2tensor", "learned", "relative"] = "interleaved"
+    """Sinusoids with sine and cosine interleaved (the paper); sinusoids as in tensor2tensor and
+    fairseq (all sines first, slightly different wavelengths); learned embeddings (Table 3, row E);
+    or no embeddings but a relative position bias in self-attention, as in T5."""
     max_positions: Positive = 1024
-    """Number of learned positions. Sinusoidal positions have no limit."""
+    """Number of learned positions. Other positions have no limit."""
+    position_offset: Count = 0
+    """Position of the first token in the table of sinusoids or learned positions (2 in fairseq)."""
+    relative_buckets: Few = 32
+    """relative: number of distance buckets, each with one bias per head."""
+    relative_distance: Positive = 128
+    """relative: distances from this value on share one bucket."""
+    relative_bias: Literal["shared", "layer"] = "shared"
+    """relative: one bias for all layers of the encoder and one for the decoder (T5), or one for
+    each layer (UMT5)."""
+    attention_scale: bool = True
+    """Divide the dot products of queries and keys by sqrt(d_k) (equation 1). T5 does not."""
+    embedding_scale: Literal["all", "tokens", "none"] = "all"
+    """Embeddings to multiply by sqrt(d_model): tokens and learned positions, only tokens (section
+    3.4; mBART), or none (BART, T5)."""
+    embedding_norm: bool = False
+    """Normalize the sum of token and position embeddings (BART)."""
+    share_positions: bool = True
+    """If source and target share token embeddings, also share learned positions and the embedding
+    norm. False in BART."""
     tie_embeddings: Literal["all", "embeddings", "target", "none"] = "all"
     """Weight tying. all: one matrix for source embedding, target embedding and softmax (the paper).
     embeddings: one matrix for both embeddings. target: one matrix for target embedding and softmax.
     none: separate matrices."""
+    output_scale: bool = False
+    """Divide the decoder's output by sqrt(d_model), as T5 1.0 does before its tied softmax."""
     softmax_bias: bool = False
     """Add a bias to the logits (Marian does)."""
+    decoder_start: Literal["bos", "eos", "pad", "unk"] = "bos"
+    """Special token that is the decoder's first input. EOS in fairseq's models, PAD in T5."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matmuls and, on GPU and TPU, of activations between layers (mixed precision). auto:
     bfloat16 on GPU, TPU and CPUs with AMX, float32 on other CPUs. Parameters, softmax, norm
@@ -98,7 +123,7 @@ class ModelConfig(Section, prefix="model."):
     def rules(self) -> Iterator[Rule]:
         yield (
             "d_model",
-            self.d_model % 2 == 0 or self.positions == "learned",
+            self.d_model % 2 == 0 or self.positions in ("learned", "relative"),
             "an even number, because sinusoidal positions pair each sine with a cosine",
         )
         yield (
@@ -111,6 +136,13 @@ class ModelConfig(Section, prefix="model."):
             "tie_embeddings",
             self.source_vocab_size is None or not self.shares_embeddings,
             "'target' or 'none' when source and target have separate vocabularies",
+        )
+        relative, half = self.positions == "relative", self.relative_buckets // 2
+        yield "relative_buckets", not relative or half >= 2, "at least 4"
+        yield (
+            "relative_distance",
+            not relative or self.relative_distance > half,
+            f"more than {half}, half of model.relative_buckets",
         )
 
     @property
@@ -142,6 +174,11 @@ class ModelConfig(Section, prefix="model."):
     def has_final_norm(self) -> bool:
         """True if the encoder and the decoder end with a norm."""
         return self.norm == "pre" if self.final_norm is None else self.final_norm
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the feed-forward layers have a gate."""
+        return self.activation in ("swiglu", "geglu")
 
     @property
     def position_limit(self) -> int:

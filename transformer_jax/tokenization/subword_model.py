@@ -1,14 +1,17 @@
-"""A SentencePiece model: conversion between text in one language and token ids."""
+"""One side's tokenizer: conversion between text in one language and token ids."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import sentencepiece
 
 from transformer_jax.errors import UserError, short_repr
+from transformer_jax.tokenization.rust_tokenizer import RustTokenizer
 from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenization.subword_sampling import (
     SubwordSampler,
@@ -24,23 +27,64 @@ _TAG = re.compile("(?:>>.*?<<)?")
 class SubwordModel:
     """A SentencePiece model. Its pieces are the vocabulary, with PAD, BOS, EOS and UNK first.
 
-    With a separate ``vocabulary``, as in MarianMT, each piece gets its id from that vocabulary. A
-    line can then begin with a tag such as ``>>deu<<``, which is one token.
+    Pretrained models have a separate ``vocabulary``, which gives each piece its id, and can have a
+    tokenizer.json file in place of a SentencePiece model. In MarianMT, a line can begin with a tag
+    such as ``>>deu<<``, which is one token. In many-to-many models, the first token of every line
+    is its language.
+
+    Attributes:
+      first: the token that ``encode`` puts before every line by default, or "".
+      languages: the tokens of languages, by code.
     """
 
-    def __init__(self, model: bytes, vocabulary: Sequence[str] = ()) -> None:
-        self.model = model
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    def __init__(
+        self,
+        model: bytes,
+        vocabulary: Sequence[str] = (),
+        *,
+        first: str = "",
+        languages: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.model, self.first, self.languages = model, first, languages
         self._foreign = bool(vocabulary)
-        proto = model_proto(model)
-        self._tokens = vocabulary or [piece.piece for piece in proto.pieces]
+        self._processor: Any
+        if model.startswith(b"{"):
+            self._processor, symbols, self._ends_words = RustTokenizer(model), [], False
+            self._tokens = vocabulary
+        else:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            proto = model_proto(model)
+            self._tokens = vocabulary or [piece.piece for piece in proto.pieces]
+            # SentencePiece's ``decode`` removes the space added before a line, but not one after.
+            self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
+            symbols = symbols_of(proto)
         self._ids = {token: i for i, token in enumerate(self._tokens)}
+        self._hidden = {
+            PAD_ID,
+            BOS_ID,
+            EOS_ID,
+            *self.ids(filter(None, [first, *languages.values()])),
+        }
         self._sampler: SubwordSampler | None = None
-        # SentencePiece's ``decode`` removes the space added before a line, but not one after it.
-        self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
-        symbols = symbols_of(proto)
-        tag = _TAG.pattern if self._foreign else ""
+        self._tagged = self._foreign and not (first or languages or self.is_json)
+        tag = _TAG.pattern if self._tagged else ""
         self._leading = re.compile(tag + (rf"(?:\s*(?:{any_of(symbols)}))*" if symbols else ""))
+
+    @property
+    def is_json(self) -> bool:
+        """True for a tokenizer.json file, False for a SentencePiece model."""
+        return isinstance(self._processor, RustTokenizer)
+
+    def first_ids(self, language: str = "", field: str = "language") -> list[int]:
+        """Return the ids of the tokens that begin every line in this language ("": the default).
+
+        Raises ``UserError``, which names ``field``, for an unknown language.
+        """
+        if language and language not in self.languages:
+            known = ", ".join(self.languages) or "none, because the model has no language codes"
+            raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
+        first = self.languages[language] if language else self.first
+        return self.ids([first]) if first else []
 
     @property
     def vocab_size(self) -> int:
@@ -48,9 +92,16 @@ class SubwordModel:
         return len(self._tokens)
 
     def encode(
-        self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0
+        self,
+        lines: Sequence[str],
+        *,
+        first: Sequence[int] | None = None,
+        sampling: float = 0.0,
+        seed: int = 0,
     ) -> list[list[int]]:
         """Encode each line as token ids, without BOS and EOS.
+
+        ``first`` are the ids to put before every line (None: ``first_ids()``).
 
         If ``sampling`` is positive, draws a random segmentation of each line with this BPE-dropout
         probability. The same ``lines`` and ``seed`` give the same result.
@@ -63,9 +114,15 @@ class SubwordModel:
             if len(lines) == 1:  # a batch call starts a thread, which takes time
                 return [self._processor.encode(lines[0])]
             return self._processor.encode(list(lines), num_threads=1)
-        tags = [_TAG.findall(line)[0] if self._foreign else "" for line in lines]
-        texts = [line[len(tag) :] for tag, line in zip(tags, lines)]
+        first_ids = self.first_ids() if first is None else list(first)
+        tags = [list(filter(None, _TAG.findall(line)[: self._tagged])) for line in lines]
+        texts = [line[len("".join(tag)) :] for tag, line in zip(tags, lines)]
         if sampling:
+            if self.is_json:
+                raise UserError(
+                    f"tokenizer.sampling is {sampling}; expected 0, because BPE-dropout needs a "
+                    "SentencePiece model and this model has a tokenizer.json file."
+                )
             if self._sampler is None or self._sampler.dropout != sampling:
                 self._sampler = SubwordSampler(self._processor, sampling)
             generator = random.Random(seed)
@@ -74,13 +131,13 @@ class SubwordModel:
             cut = self._processor.encode(texts, out_type=str, num_threads=1)
         # A word such as </s> is not a special token.
         return [
-            [max(UNK_ID, token) for token in self.ids([tag, *pieces] if tag else pieces)]
+            first_ids + [max(UNK_ID, token) for token in self.ids(tag + pieces)]
             for tag, pieces in zip(tags, cut)
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode a sequence of token ids to text, skipping PAD, BOS and EOS."""
-        shown = [token for token in map(int, ids) if token not in (PAD_ID, BOS_ID, EOS_ID)]
+        """Decode a sequence of token ids to text, skipping PAD, BOS, EOS and languages."""
+        shown = [token for token in map(int, ids) if token not in self._hidden]
         text: str = self._processor.decode(self.tokens(shown) if self._foreign else shown)
         if self._foreign:  # tokens unknown to the model keep ▁ in place of a space
             text = text.replace("▁", " ").strip()
@@ -110,15 +167,15 @@ class SubwordModel:
                 )
         return self.ids(tokens)
 
-    def split_tag(self, line: str) -> tuple[list[int], str]:
-        """Split a line into the ids of its leading symbols and the remaining text.
+    def split_tag(self, line: str, first: Sequence[int] | None = None) -> tuple[list[int], str]:
+        """Split a line into ``first`` with the ids of its leading symbols, and the remaining text.
 
         Leading symbols are a tag such as ``>>deu<<`` (imported models only), then any of
         ``tokenizer.user_defined_symbols``. Every segment of a long line repeats them.
         """
         found = self._leading.match(line)
         assert found is not None  # the match may be empty
-        return self.encode([found[0]])[0], line[found.end() :]
+        return self.encode([found[0]], first=first)[0], line[found.end() :]
 
 
 def with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import sentencepiece
 
@@ -19,16 +21,32 @@ from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK
 from transformer_jax.tokenization.subword_model import SubwordModel, with_symbols
 
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
-_VOCABULARY = "tokenizer.vocab.json"
-TOKENIZER_FILES = {_MODEL, _SOURCE, _TARGET, _VOCABULARY}
+_JSON, _VOCABULARY, _LANGUAGES = "tokenizer.json", "tokenizer.vocab.json", "languages.json"
+_PRETRAINED = "pretrained.zip"
+TOKENIZER_FILES = {_MODEL, _SOURCE, _TARGET, _JSON, _VOCABULARY, _LANGUAGES, _PRETRAINED}
+
+
+class Languages(NamedTuple):
+    """Languages of a many-to-many model."""
+
+    tokens: Mapping[str, str] = MappingProxyType({})
+    """Token of each language code."""
+    source: str = ""
+    """Token before every source line by default; '': none."""
+    target: str = ""
+    """Token before every target line by default; '': none."""
 
 
 class Tokenizer:
     """SentencePiece models for ``source`` and ``target``: one for both languages or one for each.
 
     Takes the contents of the model files. With ``target_model=None``, both languages share
-    ``source_model``. ``vocabulary`` is for tokenizers whose token ids differ from the models' piece
-    ids, as in MarianMT: the tokens of both languages, ordered by id.
+    ``source_model``. The other arguments are for pretrained models (``SubwordModel``):
+
+    Args:
+      vocabulary: the tokens of both languages, ordered by id, if ids differ from the piece ids.
+      languages: tokens before a line.
+      pretrained: the original files, which an export needs, as a zip archive.
     """
 
     def __init__(
@@ -37,13 +55,19 @@ class Tokenizer:
         target_model: bytes | None = None,
         *,
         vocabulary: Sequence[str] = (),
+        languages: Languages | None = None,
+        pretrained: bytes = b"",
     ) -> None:
-        self.vocabulary = tuple(vocabulary)
-        self.source = SubwordModel(source_model, self.vocabulary)
-        self.target = self.source
-        """The same object as ``source`` if both languages share a model."""
-        if target_model is not None:
-            self.target = SubwordModel(target_model, self.vocabulary)
+        self.vocabulary, self.pretrained = tuple(vocabulary), pretrained
+        self.languages = languages = languages or Languages()
+        sides = [
+            SubwordModel(model, self.vocabulary, first=first, languages=languages.tokens)
+            for model, first in zip((source_model, target_model or source_model), languages[1:])
+        ]
+        self.source = sides[0]
+        same = target_model is None and languages.source == languages.target
+        self.target = sides[0] if same else sides[1]
+        """The same object as ``source`` if both languages share a model and their first token."""
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
@@ -81,15 +105,45 @@ class Tokenizer:
         """
         directory = Path(directory)
         names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
-        vocabulary = directory / _VOCABULARY
+        if (directory / _JSON).exists():
+            names = (_JSON,)
+        vocabulary, languages = directory / _VOCABULARY, directory / _LANGUAGES
         try:
             tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
             "".join(tokens)  # raises TypeError unless they are strings
-        except (ValueError, TypeError, RecursionError) as error:
+            fields = json.loads(languages.read_bytes()) if languages.exists() else {}
+            found = Languages(**fields)
+            "".join([*found.tokens.values(), found.source, found.target])
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
-                f"{str(vocabulary)!r} is corrupt ({error}); restore it from a backup."
+                f"{str(vocabulary)!r} or {str(languages)!r} is corrupt ({error}); restore it from "
+                "a backup."
             ) from None
-        return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
+        original = directory / _PRETRAINED
+        return cls(
+            *(_read_model(directory / name) for name in names),
+            vocabulary=tokens,
+            languages=found,
+            pretrained=original.read_bytes() if original.exists() else b"",
+        )
+
+    def with_languages(self, source: str = "", target: str = "") -> Tokenizer:
+        """Return a copy whose lines are in these languages by default ("": no change).
+
+        Raises ``UserError`` for a language that the model does not have.
+        """
+        for code, side, field in (
+            (source, self.source, "source_language"),
+            (target, self.target, "target_language"),
+        ):
+            side.first_ids(code, field)
+        tokens = self.languages.tokens
+        changed = Languages(
+            tokens,
+            tokens[source] if source else self.languages.source,
+            tokens[target] if target else self.languages.target,
+        )
+        return self._copy(self._models, languages=changed)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """Return a copy with missing ``symbols`` appended. Existing ids do not change.
@@ -98,22 +152,35 @@ class Tokenizer:
         """
         models = [with_symbols(model, symbols) for model in self._models]
         missing = [symbol for symbol in symbols if symbol not in self.vocabulary]
-        return Tokenizer(*models, vocabulary=self.vocabulary and (*self.vocabulary, *missing))
+        return self._copy(models, vocabulary=self.vocabulary and (*self.vocabulary, *missing))
+
+    def _copy(self, models: Sequence[bytes], **changed: Any) -> Tokenizer:
+        return Tokenizer(*models, **self._pretrained_fields | changed)
+
+    @property
+    def _pretrained_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("vocabulary", "languages", "pretrained")}
 
     @property
     def _models(self) -> list[bytes]:
         """Contents of the model files."""
-        sides = [self.source] if self.target is self.source else [self.source, self.target]
-        return [side.model for side in sides]
+        models = [self.source.model, self.target.model]
+        return models[:1] if models[0] is models[1] else models
 
     @property
     def _files(self) -> dict[str, bytes]:
         """Names and contents of the files that ``save`` writes."""
         models = self._models
         names = (_MODEL,) if len(models) == 1 else (_SOURCE, _TARGET)
+        names = (_JSON,) if self.source.is_json else names
         text = json.dumps(self.vocabulary, ensure_ascii=False, indent=0)
-        vocabulary = {_VOCABULARY: text.encode()} if self.vocabulary else {}
-        return vocabulary | dict(zip(names, models))
+        files = {_VOCABULARY: text.encode()} if self.vocabulary else {}
+        if any(self.languages):
+            fields = self.languages._asdict() | {"tokens": dict(self.languages.tokens)}
+            files[_LANGUAGES] = json.dumps(fields, ensure_ascii=False, indent=0).encode()
+        if self.pretrained:
+            files[_PRETRAINED] = self.pretrained
+        return files | dict(zip(names, models))
 
     def save(self, directory: str | Path) -> None:
         """Save the tokenizer to a folder. Each file is written atomically."""
@@ -125,7 +192,9 @@ class Tokenizer:
             write_atomically(directory / name, content)
 
     def __reduce__(self) -> tuple[Callable[[], Tokenizer], tuple[()]]:
-        return partial(Tokenizer, *self._models, vocabulary=self.vocabulary), ()
+        fields = self._pretrained_fields
+        fields["languages"] = self.languages._replace(tokens=dict(self.languages.tokens))
+        return partial(Tokenizer, *self._models, **fields), ()
 
     @property
     def joint(self) -> bool:
@@ -145,6 +214,8 @@ def _read_model(path: Path, *, special_ids: bool = False) -> bytes:
     ``special_ids`` requires PAD, BOS, EOS and UNK to have the ids 0 to 3.
     """
     model = path.read_bytes()
+    if path.name == _JSON:
+        return model
     try:
         if not model:
             raise RuntimeError("the file is empty")

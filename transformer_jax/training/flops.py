@@ -30,7 +30,7 @@ def training_flops(config: Config, B: int, S: int, T: int) -> float:
 
     Only matmuls count, as in PaLM (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T per token):
     6 FLOPs per multiplication and addition in the forward pass, because the backward pass has two
-    matmuls for each one. Per row, with h = H (d_k + d_v) and F = 2 D d_ff (swiglu: 3 D d_ff), these
+    matmuls for each one. Per row, with h = H (d_k + d_v) and F = 2 D d_ff (with a gate: 3 D d_ff),
     are
 
         encoder layer: S (2 D h + F) for projections and feed-forward layer, S S h for attention
@@ -42,7 +42,7 @@ def training_flops(config: Config, B: int, S: int, T: int) -> float:
     """
     model = config.model
     D, h = model.d_model, model.num_heads * (model.head_width_k + model.head_width_v)
-    F = (3 if model.activation == "swiglu" else 2) * D * model.d_ff
+    F = (3 if model.is_gated else 2) * D * model.d_ff
     encoder = model.num_layers * S * (h * (2 * D + S) + F)
     decoder = model.decoder_layers * (S * D * h + T * (h * (3 * D + S + T) + F))
     rows = B * 2 if config.training.r_drop else B

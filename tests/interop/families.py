@@ -1,0 +1,92 @@
+"""Small pretrained models with random weights, one of each family, as transformers saves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+WORDS = [f"w{i}" for i in range(24)]
+# Sizes are odd on purpose: d_k is not d_model / heads, the vocabulary is not a multiple of 8.
+_FAIRSEQ: dict[str, Any] = {
+    "d_model": 20,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 28,
+    "decoder_ffn_dim": 28,
+    "max_position_embeddings": 64,
+}
+_T5: dict[str, Any] = {
+    "d_model": 20,
+    "d_kv": 6,
+    "d_ff": 28,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "decoder_start_token_id": 0,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "m2m_100": ("M2M100", _FAIRSEQ),
+    "nllb": ("M2M100", _FAIRSEQ | {"scale_embedding": False}),
+    "bart": ("Bart", _FAIRSEQ),
+    "mbart": ("MBart", _FAIRSEQ | {"d_model": 16, "scale_embedding": True, "decoder_start_token_id": 2}),
+    "pegasus": ("Pegasus", _FAIRSEQ | {"scale_embedding": True}),
+    "t5": ("T5", _T5),
+    "t5 1.1": ("T5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", _T5 | {"feed_forward_proj": "gated-gelu"}),
+    "umt5": ("UMT5", _T5 | {"feed_forward_proj": "gated-gelu"}),
+}
+
+
+def special_tokens(case: str) -> list[str]:
+    if CASES[case][0] in ("M2M100", "Bart", "MBart"):
+        return ["<s>", "<pad>", "</s>", "<unk>"]
+    return ["<pad>", "</s>", "<unk>"]
+
+
+def languages(case: str) -> list[str]:
+    found = {"m2m_100": ["__en__", "__de__"], "nllb": ["eng_Latn", "deu_Latn"]}
+    return found.get(case, ["en_XX", "de_DE"] if case == "mbart" else [])
+
+
+def write(case: str, folder: Path, seed: int = 0) -> Any:
+    """Save a model of this family to ``folder``. Returns it."""
+    name, fields = CASES[case]
+    tokens = [*special_tokens(case), *WORDS, *languages(case)]
+    spare = 0 if languages(case) else 3  # rows without a token, as in T5
+    config_class = getattr(transformers, f"{name}Config")
+    if name == "Pegasus":
+        fields = fields | {"pad_token_id": 0, "eos_token_id": 1}
+    config = config_class(vocab_size=len(tokens) + spare, **fields)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if name == "Pegasus" and "embed_positions" in parameter_name:
+                continue
+            norm = "norm" in parameter_name and parameter_name.endswith("weight")
+            spread = 0.3 if parameter.ndim > 1 else 0.2
+            noise = spread * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise + (1.0 if norm else 0.0))
+        if hasattr(model, "final_logits_bias"):
+            bias = model.final_logits_bias
+            bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    fast = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.decoder = decoders.Metaspace()
+    fast.add_special_tokens([*special_tokens(case), *languages(case)])
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({}))
+    return model

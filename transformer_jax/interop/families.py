@@ -1,0 +1,178 @@
+"""Families of pretrained models: the settings and weight names of each class in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from transformer_jax.interop.weights import Library
+
+ACTIVATIONS = {
+    **{"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"},
+    **{"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    **{"gated-gelu": "geglu", "gated-gelu_new": "geglu", "gated-silu": "swiglu"},
+}
+_SCALE = {True: "tokens", False: "none"}
+
+
+class Family(NamedTuple):
+    """A model class of transformers."""
+
+    name: str
+    """Name of the class."""
+    library: Library
+    """Names of its weights."""
+    fields: Mapping[str, str]
+    """Fields of its config.json, and the fields of ``ModelConfig`` that they set."""
+    settings: Mapping[str, Any]
+    """The other settings that differ from the paper's."""
+    required: Mapping[str, tuple[Any, ...]] = {}
+    """Fields of config.json that have no counterpart here, and their supported values."""
+    languages: str = ""
+    """Regular expression for the special tokens of languages; its group is the code."""
+    sines_first: bool = False
+    """Sinusoids are the paper's, with all sines before all cosines."""
+
+
+# In fairseq's models, encoder and decoder have the same fields.
+_FIELDS = {
+    "d_model": "d_model",
+    "encoder_layers": "num_layers",
+    "decoder_layers": "num_decoder_layers",
+    "encoder_attention_heads": "num_heads",
+    "encoder_ffn_dim": "d_ff",
+    "activation_function": "activation",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "activation_dropout": "feed_forward_dropout",
+    "scale_embedding": "embedding_scale",
+}
+_LAYER = {
+    "self_attention.query": "self_attn.q_proj.{}",
+    "self_attention.key": "self_attn.k_proj.{}",
+    "self_attention.value": "self_attn.v_proj.{}",
+    "self_attention.output": "self_attn.out_proj.{}",
+    "self_attention_residual": "self_attn_layer_norm.{}",
+    "cross_attention.query": "encoder_attn.q_proj.{}",
+    "cross_attention.key": "encoder_attn.k_proj.{}",
+    "cross_attention.value": "encoder_attn.v_proj.{}",
+    "cross_attention.output": "encoder_attn.out_proj.{}",
+    "cross_attention_residual": "encoder_attn_layer_norm.{}",
+    "feed_forward.inner": "fc1.{}",
+    "feed_forward.output": "fc2.{}",
+    "feed_forward_residual": "final_layer_norm.{}",
+}
+_EMBEDDINGS = {"target_embedding.matrix": "model.shared.weight", "softmax_matrix": "lm_head.weight"}
+_BIAS = {"softmax_bias": "final_logits_bias"}
+_NORMS = {
+    f"{side}.final_norm.{ours}": f"model.{side}.layer_norm.{theirs}"
+    for side in ("encoder", "decoder")
+    for ours, theirs in (("scale", "weight"), ("bias", "bias"))
+}
+_LEARNED = {
+    f"{ours}_embedding.{name}": f"model.{side}.{theirs}"
+    for ours, side in (("source", "encoder"), ("target", "decoder"))
+    for name, theirs in (
+        ("position_matrix", "embed_positions.weight"),
+        ("norm.scale", "layernorm_embedding.weight"),
+        ("norm.bias", "layernorm_embedding.bias"),
+    )
+}
+_FAIRSEQ = {"norm_epsilon": 1e-5, "attention_bias": True}
+_BART = {
+    **_FAIRSEQ,
+    "positions": "learned",
+    "position_offset": 2,
+    "embedding_norm": True,
+    "share_positions": False,
+    "softmax_bias": True,
+}
+_PRE_NORM = {"norm": "pre", "final_norm": True}
+
+
+def _library(*names: Mapping[str, str]) -> Library:
+    merged = {name: each for table in (*names, _LAYER) for name, each in table.items()}
+    return Library(merged, "model.{side}.layers.{number}.")
+
+
+def _t5_names() -> dict[str, str]:
+    names = {"target_embedding.matrix": "shared.weight", "softmax_matrix": "lm_head.weight"}
+    parts = {"encoder": ("SelfAttention", "DenseReluDense")}
+    parts["decoder"] = ("SelfAttention", "EncDecAttention", "DenseReluDense")
+    ours_of = {"SelfAttention": "self_attention", "EncDecAttention": "cross_attention"}
+    for side, theirs in parts.items():
+        names[f"{side}.final_norm.scale"] = f"{side}.final_layer_norm.weight"
+        names[f"{side}.relative_bias"] = "layer.0.SelfAttention.relative_attention_bias.weight"
+        for number, part in enumerate(theirs):
+            ours = ours_of.get(part, "feed_forward")
+            names[f"{side}.{ours}_residual"] = f"layer.{number}.layer_norm.{{}}"
+            if ours == "feed_forward":
+                ends = {"inner": "wi", "gate": "wi_0", "output": "wo"}
+            else:
+                ends = {"query": "q", "key": "k", "value": "v", "output": "o"}
+            for end, its in ends.items():
+                names[f"{side}.{ours}.{end}"] = f"layer.{number}.{part}.{its}.{{}}"
+    return names
+
+
+_T5_LIBRARY = Library(_t5_names(), "{side}.block.{number}.")
+_T5_FIELDS = {
+    "d_model": "d_model",
+    "d_ff": "d_ff",
+    "d_kv": "d_k",
+    "num_heads": "num_heads",
+    "num_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "relative_attention_num_buckets": "relative_buckets",
+    "relative_attention_max_distance": "relative_distance",
+    "dropout_rate": "dropout",
+    "layer_norm_epsilon": "norm_epsilon",
+    "feed_forward_proj": "activation",
+}
+_T5 = {
+    **_PRE_NORM,
+    "norm_type": "rms",
+    "feed_forward_bias": False,
+    "positions": "relative",
+    "attention_scale": False,
+    "embedding_scale": "none",
+}
+_SAME_SIDES = {"normalize_before": (False,), "normalize_embedding": (False,)}
+
+FAMILIES = {
+    "m2m_100": Family(
+        "M2M100ForConditionalGeneration",
+        _library(_EMBEDDINGS, _NORMS),
+        _FIELDS,
+        _FAIRSEQ | _PRE_NORM | {"positions": "tensor2tensor", "position_offset": 2},
+        languages="__([a-z]{2,3})__|([a-z]{3}_[A-Z][a-z]{3})",
+    ),
+    "bart": Family(
+        "BartForConditionalGeneration",
+        _library(_EMBEDDINGS, _LEARNED, _BIAS),
+        _FIELDS,
+        _BART,
+        required={"normalize_before": (False,), "normalize_embedding": (True,)},
+    ),
+    "mbart": Family(
+        "MBartForConditionalGeneration",
+        _library(_EMBEDDINGS, _LEARNED, _NORMS, _BIAS),
+        _FIELDS,
+        _BART | _PRE_NORM,
+        required={"normalize_before": (True,), "normalize_embedding": (True,)},
+        languages="([a-z]{2}_[A-Z]{2})",
+    ),
+    "pegasus": Family(
+        "PegasusForConditionalGeneration",
+        _library(_EMBEDDINGS, _NORMS, _BIAS),
+        _FIELDS,
+        _FAIRSEQ | _PRE_NORM | {"softmax_bias": True},
+        sines_first=True,
+    ),
+    "t5": Family("T5ForConditionalGeneration", _T5_LIBRARY, _T5_FIELDS, _T5),
+    "mt5": Family("MT5ForConditionalGeneration", _T5_LIBRARY, _T5_FIELDS, _T5),
+    "umt5": Family(
+        "UMT5ForConditionalGeneration", _T5_LIBRARY, _T5_FIELDS, _T5 | {"relative_bias": "layer"}
+    ),
+}
+"""Families by ``model_type`` in config.json."""
