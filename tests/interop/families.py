@@ -38,7 +38,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "m2m_100": ("M2M100", _FAIRSEQ),
     "nllb": ("M2M100", _FAIRSEQ | {"scale_embedding": False}),
     "bart": ("Bart", _FAIRSEQ),
-    "mbart": ("MBart", _FAIRSEQ | {"d_model": 16, "scale_embedding": True, "decoder_start_token_id": 2}),
+    "mbart": (
+        "MBart",
+        _FAIRSEQ | {"d_model": 16, "scale_embedding": True, "decoder_start_token_id": 2},
+    ),
     "pegasus": ("Pegasus", _FAIRSEQ | {"scale_embedding": True}),
     "t5": ("T5", _T5),
     "t5 1.1": ("T5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),

@@ -67,7 +67,7 @@ class Import:
         from transformer_jax.interop.huggingface_import import import_huggingface
 
         with _new_folder(self.workdir, "workdir") as folder:
-            config, model, tokenizer = import_huggingface(Path(self.input))
+            config, model, tokenizer = import_huggingface(Path(self.input), lazy=True)
             save_model(folder, config, model, tokenizer)
         logger.info("Translate:  python decode.py --workdir %s", self.workdir)
         start = f"--config {self.workdir}/config.json --training.start-from {self.workdir}"

@@ -12,7 +12,6 @@ ACTIVATIONS = {
     **{"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
     **{"gated-gelu": "geglu", "gated-gelu_new": "geglu", "gated-silu": "swiglu"},
 }
-_SCALE = {True: "tokens", False: "none"}
 
 
 class Family(NamedTuple):
@@ -97,13 +96,15 @@ def _library(*names: Mapping[str, str]) -> Library:
 
 def _t5_names() -> dict[str, str]:
     names = {"target_embedding.matrix": "shared.weight", "softmax_matrix": "lm_head.weight"}
-    parts = {"encoder": ("SelfAttention", "DenseReluDense")}
-    parts["decoder"] = ("SelfAttention", "EncDecAttention", "DenseReluDense")
+    parts = {
+        "encoder": ["SelfAttention", "DenseReluDense"],
+        "decoder": ["SelfAttention", "EncDecAttention", "DenseReluDense"],
+    }
     ours_of = {"SelfAttention": "self_attention", "EncDecAttention": "cross_attention"}
-    for side, theirs in parts.items():
+    for side, its_parts in parts.items():
         names[f"{side}.final_norm.scale"] = f"{side}.final_layer_norm.weight"
         names[f"{side}.relative_bias"] = "layer.0.SelfAttention.relative_attention_bias.weight"
-        for number, part in enumerate(theirs):
+        for number, part in enumerate(its_parts):
             ours = ours_of.get(part, "feed_forward")
             names[f"{side}.{ours}_residual"] = f"layer.{number}.layer_norm.{{}}"
             if ours == "feed_forward":
@@ -137,7 +138,6 @@ _T5 = {
     "attention_scale": False,
     "embedding_scale": "none",
 }
-_SAME_SIDES = {"normalize_before": (False,), "normalize_embedding": (False,)}
 
 FAMILIES = {
     "m2m_100": Family(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from safetensors.numpy import save
 
 from transformer_jax import EOS_ID, PAD_ID, UNK_ID, Config, Tokenizer, Transformer
 from transformer_jax.interop.export import check_fields, write_sentencepiece
+from transformer_jax.interop.pretrained import Pretrained
 from transformer_jax.interop.search_settings import for_transformers, length_limits
 from transformer_jax.interop.weights import (
     Library,
@@ -65,8 +68,12 @@ def export_huggingface(
 
     ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Token ids are
     unchanged. Raises a ``UserError`` that names the field if the model differs from OPUS-MT in
-    anything other than sizes, dropout and activation.
+    anything other than sizes, dropout and activation. A model that began as an import of a
+    pretrained model goes back to that model's class, with its own token ids.
     """
+    if tokenizer.pretrained:
+        _export_pretrained(model, tokenizer, folder)
+        return
     shape = config.model
     check_fields(
         shape,
@@ -84,16 +91,28 @@ def export_huggingface(
     tensors = to_library(weights, LIBRARY)
     tensors["final_logits_bias"] = tensors["final_logits_bias"][None]  # [1, V]
     tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
-    # The metadata tells transformers that axes are in PyTorch order. safetensors' ``save_file``
-    # would make the file unreadable for other users.
-    content = save(tensors, metadata={"format": "pt"})
-    (folder / "model.safetensors").write_bytes(content)
+    _write_weights(tensors, folder)
     generation = for_transformers(config, tokenizer)
     # from_pretrained needs the special token ids here; search settings go in the other file.
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}
     _write_json(folder / "config.json", _config(config) | ids)
     _write_json(folder / "generation_config.json", generation)
     _write_tokenizer(config, tokenizer, folder)
+
+
+def _export_pretrained(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
+    with zipfile.ZipFile(io.BytesIO(tokenizer.pretrained)) as archive:
+        archive.extractall(folder)
+    if tokenizer.source.is_json:
+        (folder / "tokenizer.json").write_bytes(tokenizer.source.model)
+    _write_weights(Pretrained(folder).tensors_of(model), folder)
+
+
+def _write_weights(tensors: dict[str, np.ndarray], folder: Path) -> None:
+    # The metadata tells transformers that axes are in PyTorch order. safetensors' ``save_file``
+    # would make the file unreadable for other users.
+    content = save(tensors, metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(content)
 
 
 def _config(config: Config) -> dict[str, Any]:

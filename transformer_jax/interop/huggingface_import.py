@@ -1,4 +1,4 @@
-"""Imports OPUS-MT models from Hugging Face MarianMT folders."""
+"""Imports pretrained models from folders in transformers' format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from safetensors.flax import load_file
 
 from transformer_jax import (
@@ -18,7 +20,9 @@ from transformer_jax import (
     Transformer,
     UserError,
 )
+from transformer_jax.interop.files import read_json
 from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, LIBRARY, NORM_EPSILON
+from transformer_jax.interop.pretrained import NEVER, Pretrained
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
     Weights,
@@ -32,8 +36,6 @@ from transformer_jax.interop.weights import (
 )
 from transformer_jax.support import parse_object
 
-# Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
-_NEVER = np.float32(-100)
 _UNK = "<unk>"
 _ACTIVATIONS_READ = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 _ACTIVATIONS_READ |= {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -53,16 +55,32 @@ _TYPES: dict[str, Any] = dict.fromkeys(
 _TYPES["activation_function"] = str
 
 
-def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
-    """Load an OPUS-MT model from its MarianMT folder. It has one vocabulary, sinusoidal positions,
-    and one matrix tied across both embeddings and the softmax. ``save_model`` writes the result as
-    a work directory.
+def import_huggingface(
+    folder: Path, *, lazy: bool = False
+) -> tuple[Config, Transformer, Tokenizer]:
+    """Load a pretrained model of a family in ``families.py`` or an OPUS-MT model (MarianMT).
 
-    Token ids are renumbered, because this package has fixed ids for PAD, BOS, EOS and UNK. The
-    model computes the same function.
+    ``save_model`` writes the result as a model folder. Token ids are renumbered, because this
+    package has fixed ids for PAD, BOS, EOS and UNK. The model computes the same function. If
+    ``lazy``, parameters are read when they are saved, one at a time, except for OPUS-MT.
 
     Raises:
       UserError: a file, setting or tensor is missing, unexpected or unsupported.
+    """
+    if read_json(folder / "config.json").get("model_type") == "marian":
+        return _import_marian(folder)
+    pretrained = Pretrained(folder)
+    shape = pretrained.model_config()
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))), nnx.Param)
+    lazies = pretrained.parameters(shape)
+    parameters = {path: x if lazy else jnp.asarray(x) for path, x in lazies.items()}
+    model = nnx.merge(graph, nnx.traversals.unflatten_mapping(parameters))
+    return pretrained.config(shape), model, pretrained.tokenizer()
+
+
+def _import_marian(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
+    """Load an OPUS-MT model, which has one vocabulary, sinusoidal positions, and one matrix tied
+    across both embeddings and the softmax.
     """
     theirs = _read_config(folder / "config.json")
     rows = _read_rows(folder / "vocab.json", theirs)
@@ -82,7 +100,7 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
     for name in ("target_embedding.matrix", "softmax_bias"):
         zero_row = np.zeros_like(weights[name][:1])  # for missing tokens (id -1)
         weights[name] = np.concatenate([weights[name], zero_row])[ids]
-    weights["softmax_bias"] += _NEVER * (ids < 0)
+    weights["softmax_bias"] += NEVER * (ids < 0)
     shape = dataclasses.replace(shape, vocab_size=len(rows))
 
     file = folder / "generation_config.json"

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
-import json
 import re
 import zipfile
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from flax import nnx
 
 from transformer_jax import (
     Config,
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
     Tokenizer,
     TokenizerConfig,
     TrainingConfig,
+    Transformer,
     UserError,
 )
 from transformer_jax.interop.families import ACTIVATIONS, FAMILIES, Family
+from transformer_jax.interop.files import LazyArray, open_tensors, read_json
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
     library_names,
@@ -34,7 +37,7 @@ from transformer_jax.interop.weights import (
     sines_first,
     transposed,
 )
-from transformer_jax.support import RustTokenizer, parse_object, short_repr
+from transformer_jax.support import RustTokenizer, short_repr
 from transformer_jax.tokenization.tokenizer import Languages
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
@@ -47,17 +50,6 @@ _DEFAULTS = {  # fields that config.json can omit
     **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
     **{"feed_forward_proj": "relu", "scale_embedding": False, "activation_function": "gelu"},
 }
-
-
-@dataclass(frozen=True)
-class LazyArray:
-    """A parameter that is read from its file when NumPy asks for it."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.read()
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,7 @@ class Pretrained:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.theirs = _read_json(folder / "config.json", vocab_size=int)
+        self.theirs = read_json(folder / "config.json", {"vocab_size": int})
         kind = self.theirs.get("model_type")
         if kind not in FAMILIES:
             raise UserError(
@@ -96,7 +88,6 @@ class Pretrained:
         size = self.theirs["vocab_size"]
         if not 4 <= size < 2**24:
             raise UserError(f"vocab_size in config.json is {size}; expected 4 to {2**24}.")
-        self._tensors = _tensors(folder)
         self.vocabulary = _vocabulary(folder, self.family)
         if outside := [token for token, i in self.vocabulary.items() if not 0 <= i < size]:
             raise UserError(
@@ -105,6 +96,10 @@ class Pretrained:
                 f"config.json, {size}."
             )
         self.rows = self._rows()
+
+    @cached_property
+    def _tensors(self) -> dict[str, LazyArray]:
+        return open_tensors(self.folder)
 
     def _rows(self) -> Rows:
         """Put PAD, BOS, EOS and UNK first, and keep the order of the other tokens."""
@@ -124,7 +119,7 @@ class Pretrained:
             if ids[name] is None:
                 ids[name] = unused.pop() if unused else -1
         first = [ids[name] for name in ("pad", "bos", "eos", "unk")]
-        known = [i for i in first if i != -1]
+        known: Any = [i for i in first if i != -1]
         if len(set(known)) < len(known) or not all(type(i) is int and i < size for i in known):
             raise UserError(
                 f"Special tokens in config.json are {ids}; expected distinct ids below {size} for "
@@ -133,15 +128,19 @@ class Pretrained:
         rest = np.setdiff1d(np.arange(size), known)
         return Rows(np.concatenate([np.array(first), rest]), start)
 
-    def model_config(self) -> ModelConfig:
-        """Return the architecture, and check settings that have no counterpart."""
+    def model_config(self, tied: bool | None = None) -> ModelConfig:
+        """Return the architecture, and check settings that have no counterpart.
+
+        ``tied``: the softmax uses the embedding matrix (None: as the weights do).
+        """
+        tied = self._ties_softmax() if tied is None else tied
         theirs, family = _DEFAULTS | self.theirs, self.family
         required = dict(family.required)
         for name in ("ffn_dim", "attention_heads"):
             if f"encoder_{name}" in theirs:
                 required[f"decoder_{name}"] = (theirs[f"encoder_{name}"],)
-        scales: dict[Any, str] = {True: "tokens", False: "none"}
-        values = {"activation": ACTIVATIONS, "embedding_scale": scales}
+        scale_names: dict[Any, str] = {True: "tokens", False: "none"}
+        values = {"activation": ACTIVATIONS, "embedding_scale": scale_names}
         fields: dict[str, Any] = dict(family.settings)
         for name, ours in family.fields.items():
             if name not in theirs:
@@ -160,35 +159,33 @@ class Pretrained:
         if "d_k" in fields:
             fields["d_v"] = fields["d_k"]
             fields["attention_dropout"] = fields["feed_forward_dropout"] = fields["dropout"]
-            tied = theirs.get("tie_word_embeddings") is not False
-            fields["output_scale"] = self.kind != "mt5" and theirs.get(
-                "scale_decoder_outputs", tied
-            )
+            untied = theirs.get("tie_word_embeddings") is False
+            scales = theirs.get("scale_decoder_outputs", not untied)
+            fields["output_scale"] = scales and self.kind != "mt5"
         if fields.get("positions") == "learned":
             fields["max_positions"] = theirs["max_position_embeddings"]
         fields["softmax_bias"] = fields.get("softmax_bias", False) or -1 in self.rows.theirs
+        fields["decoder_start"] = self.rows.start
         return ModelConfig(
             **fields,
             vocab_size=len(self.rows.theirs),
-            tie_embeddings="embeddings" if self._has_softmax_matrix() else "all",
-            decoder_start=self.rows.start,
+            tie_embeddings="all" if tied else "embeddings",
         )
 
-    def _has_softmax_matrix(self) -> bool:
-        """True if the softmax has its own matrix: files can store a tied matrix twice."""
+    def _ties_softmax(self) -> bool:
+        """True if the softmax uses the embedding matrix. Files can store a tied matrix twice."""
         names = self.family.library.names
         softmax, shared = (self._tensors.get(names[each]) for each in _TIED)
         if softmax is None or shared is None:
-            return False
-        return softmax.shape != shared.shape or not np.array_equal(softmax.read(), shared.read())
+            return True
+        return softmax.shape == shared.shape and np.array_equal(softmax.read(), shared.read())
 
     def parameters(self, config: ModelConfig) -> dict[tuple[Any, ...], LazyArray]:
         """Return the parameters by path, and check the names and shapes of all tensors."""
-        shapes = parameter_shapes(config)
-        names = library_names(shapes, self.family.library)
+        names = self._names(config)
         order_D = np.argsort(sines_first(config.d_model)) if self.family.sines_first else None
         found, used = {}, set()
-        for path, shape in shapes.items():
+        for path, shape in parameter_shapes(config).items():
             ours = parameter_name(path)
             theirs = names[ours]
             tensor = self._tensors.get(theirs)
@@ -209,6 +206,44 @@ class Pretrained:
             found[path] = LazyArray(shape, _Read(ours, theirs, tensor, shape, self.rows, order_D))
         self._check_unused(used)
         return found
+
+    def _names(self, config: ModelConfig) -> dict[str, str]:
+        """Map the names of our parameters to theirs."""
+        names = library_names(parameter_shapes(config), self.family.library)
+        if config.is_gated:  # T5's first matrix has another name then
+            return {ours: theirs.replace(".wi.", ".wi_1.") for ours, theirs in names.items()}
+        return names
+
+    def tensors_of(self, model: Transformer) -> dict[str, np.ndarray]:
+        """Return the tensors of a model that was imported from such a folder, by their names.
+
+        Raises ``UserError`` if its architecture or vocabulary is not the folder's.
+        """
+        config, expected = model.config, self.model_config(tied=model.config.ties_softmax)
+        for field in dataclasses.fields(config):
+            ours, theirs = (getattr(each, field.name) for each in (config, expected))
+            free = field.name in ("dtype", "remat") or "dropout" in field.name
+            if not free and ours != theirs:
+                raise UserError(
+                    f"model.{field.name} is {ours!r}; expected {theirs!r}, as in the pretrained "
+                    f"model, for an export to {self.family.name}."
+                )
+        names, tensors = self._names(config), {}
+        order_D = sines_first(config.d_model) if self.family.sines_first else None
+        for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+            ours = parameter_name(path)
+            x = np.asarray(parameter[...])
+            x = x.reshape(plain_shape(ours, x.shape))
+            if order_D is not None:
+                x = reordered_weight(ours, x, order_D)
+            if ours.endswith(_VOCABULARY_WEIGHTS):
+                x = x[self.rows.ours]
+            if ours == "softmax_bias":
+                if ours not in self.family.library.names:  # only for tokens that they do not have
+                    continue
+                x = x[None]
+            tensors[names[ours]] = np.ascontiguousarray(transposed(ours, x))
+        return tensors
 
     def _check_unused(self, used: set[str]) -> None:
         for name in sorted(self._tensors.keys() - used):
@@ -239,16 +274,16 @@ class Pretrained:
         }
         if self.kind == "bart":
             return Languages({}, "<s>", "<s>")
-        settings = _read_json(self.folder / "tokenizer_config.json", missing_ok=True)
+        settings = read_json(self.folder / "tokenizer_config.json", missing_ok=True)
         token_of = {i: token for token, i in self.vocabulary.items()}
-        forced = token_of.get(self.search_settings().get("forced_bos_token_id"), "")
+        forced = token_of.get(self.search_settings().get("forced_bos_token_id", -1), "")
         default = next(iter(tokens.values()), "")
         target = tokens.get(settings.get("tgt_lang") or "", "") or forced
         return Languages(tokens, tokens.get(settings.get("src_lang") or "", default), target)
 
     def search_settings(self) -> dict[str, Any]:
         """Return the settings of ``generate``, which older versions wrote to config.json."""
-        settings = _read_json(self.folder / "generation_config.json", missing_ok=True)
+        settings = read_json(self.folder / "generation_config.json", missing_ok=True)
         older = {name: x for name, x in self.theirs.items() if IN_CONFIG.search(name)}
         return settings or older
 
@@ -257,13 +292,18 @@ class Pretrained:
         token_of = dict(zip(self.rows.theirs.tolist(), range(len(self.rows.theirs))))
         names = {i: token for token, i in self.vocabulary.items() if token_of.get(i) != 0}
         decoding = from_transformers(self.search_settings(), names, self.folder)
+        # The longest input that the model was trained on. T5's has no limit of its own.
+        its = self.theirs
+        longest = its.get("max_position_embeddings") or its.get("n_positions") or 512
+        limit = min(longest, model.position_limit, 256)
         return Config(
             model=model,
             tokenizer=TokenizerConfig(vocab_size=model.vocab_size),
             # a low learning rate for fine-tuning
             optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
             training=TrainingConfig(),
-            decoding=decoding,
+            data=DataConfig(max_source_length=limit, max_target_length=limit),
+            decoding=dataclasses.replace(decoding, max_source_length=longest),
         )
 
     def _archive(self) -> bytes:
@@ -312,42 +352,6 @@ class _Read:
         return np.ascontiguousarray(x.reshape(self.shape))
 
 
-def _tensors(folder: Path) -> dict[str, LazyArray]:
-    """Return the tensors in model.safetensors or its shards, by name."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    names = [whole.name]
-    if index.exists() and not whole.exists():
-        table = _read_json(index, weight_map=dict)["weight_map"]
-        names = sorted({str(name) for name in table.values()})
-    found = {}
-    for name in names:
-        file = folder / name
-        if Path(name).name != name or not _is_inside(file, folder):
-            raise UserError(f"{str(file)!r} leads out of the folder; expected a file in it.")
-        try:
-            with safe_open(file, framework="flax") as opened:
-                for each in opened.keys():  # noqa: SIM118: not a dict
-                    found[each] = _lazy(file, each, tuple(opened.get_slice(each).get_shape()))
-        except Exception as error:  # many exception types, not all public
-            raise _not_read(file, error) from None
-    return found
-
-
-def _lazy(file: Path, name: str, shape: tuple[int, ...]) -> LazyArray:
-    def read() -> np.ndarray:
-        with safe_open(file, framework="flax") as opened:
-            return np.asarray(opened.get_tensor(name), np.float32)
-
-    return LazyArray(shape, read)
-
-
-def _is_inside(file: Path, folder: Path) -> bool:
-    """True unless the file is a link to another folder, other than the blobs of the hub's cache."""
-    target, folder = file.resolve(), folder.resolve()
-    blobs = folder.parent.parent / "blobs"
-    return target.is_relative_to(folder) or target.is_relative_to(blobs)
-
-
 def _vocabulary(folder: Path, family: Family) -> dict[str, int]:
     """Return the tokens' ids."""
     file = folder / "tokenizer.json"
@@ -360,31 +364,15 @@ def _vocabulary(folder: Path, family: Family) -> dict[str, int]:
             "sentencepiece.bpe.model. transformers writes it: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
-    ids = _read_json(file, **dict.fromkeys(_read_json(file), int))
-    special = _read_json(folder / "tokenizer_config.json", missing_ok=True)
+    ids: dict[str, Any] = read_json(file)
+    ids = read_json(file, dict.fromkeys(ids, int))
+    special = read_json(folder / "tokenizer_config.json", missing_ok=True)
     added = special.get("added_tokens_decoder") or {}
     ids |= {token["content"]: int(i) for i, token in added.items()}
     more = special.get("additional_special_tokens") or special.get("extra_special_tokens") or []
     if not more:
-        settings = _read_json(folder / "special_tokens_map.json", missing_ok=True)
+        settings = read_json(folder / "special_tokens_map.json", missing_ok=True)
         more = settings.get("additional_special_tokens") or []
     for token in more:
         ids.setdefault(token if isinstance(token, str) else token["content"], len(ids))
     return ids
-
-
-def _read_json(file: Path, *, missing_ok: bool = False, **fields: Any) -> dict[str, Any]:
-    if missing_ok and not file.exists():
-        return {}
-    try:
-        return parse_object(file.read_bytes(), file.name, **fields)
-    except (OSError, UserError) as error:
-        raise _not_read(file, error) from None
-
-
-def _not_read(file: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{str(file)!r} cannot be read ({str(error).rstrip('.')}); expected a file of a pretrained "
-        "model in transformers' format with model.safetensors. Download it again, for example: hf "
-        "download NAME --local-dir FOLDER"
-    )

@@ -29,6 +29,7 @@ _OTHERS = {
     *("bad_words_ids", "max_length", "max_new_tokens", "renormalize_logits", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "early_stopping"),
     *("forced_eos_token_id", "transformers_version", "_from_model_config"),
+    *("forced_bos_token_id", "min_length"),
 }
 _KNOWN = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
 _SINGLE_IDS = re.compile(r"\[(\[\d+\](, )?)*\]")  # [[7], [9]]
@@ -97,6 +98,8 @@ def from_transformers(
         ours: default if settings.get(theirs) is None else settings[theirs]
         for ours, (theirs, default, _) in _NAMES.items()
     }
+    if settings.get("min_length"):  # which counts the first decoder input
+        fields["min_length"] = max(fields["min_length"], settings["min_length"] - 1)
     fields["patience"] = 1.0 if settings.get("early_stopping") is True else None
     suppress = dict.fromkeys(tokens[i] for [i] in forbidden if i in tokens)
     try:

@@ -12,8 +12,10 @@ Layout of a model folder, such as ``model/`` in a work directory::
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save
 
 from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError
@@ -131,11 +132,27 @@ def write_model(
     remove_folder(temporary)  # left by a killed process
     try:
         tokenizer.save(temporary)
-        tensors = {parameter_name(path): np.asarray(leaf) for path, leaf in leaves}
-        write_atomically(temporary / PARAMETERS, save(tensors))
+        _write_tensors(temporary / PARAMETERS, {parameter_name(path): x for path, x in leaves})
         write_atomically(temporary / "config.json", to_json(config))
         write_manifest(temporary, config, tokenizer, {"steps": steps})
         delete_checkpoint(folder)
         temporary.rename(folder)
     finally:
         remove_folder(temporary)
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Any]) -> None:
+    """Write a safetensors file of float32 arrays, one at a time: safetensors copies all of them.
+
+    The file has the name, shape and place of each array in JSON, after the length of this text.
+    """
+    header, end = {}, 0
+    for name, x in tensors.items():
+        start, end = end, end + 4 * math.prod(x.shape)
+        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # aligns the arrays
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for x in tensors.values():
+            stream.write(np.ascontiguousarray(x, np.float32).data)

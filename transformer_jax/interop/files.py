@@ -1,0 +1,82 @@
+"""Files of pretrained models in transformers' format: JSON, and weights one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from transformer_jax import UserError
+from transformer_jax.support import parse_object
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """A parameter that is read from its file when NumPy asks for it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.read()
+
+
+def open_tensors(folder: Path) -> dict[str, LazyArray]:
+    """Return the tensors in model.safetensors or its shards, by name."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    names = [whole.name]
+    if index.exists() and not whole.exists():
+        table = read_json(index, {"weight_map": dict})["weight_map"]
+        names = sorted({str(name) for name in table.values()})
+    found = {}
+    for name in names:
+        file = folder / name
+        if Path(name).name != name or not _is_inside(file, folder):
+            raise UserError(f"{str(file)!r} leads out of the folder; expected a file in it.")
+        try:
+            with safe_open(file, framework="flax") as opened:
+                for each in opened.keys():  # noqa: SIM118
+                    found[each] = _lazy(file, each, tuple(opened.get_slice(each).get_shape()))
+        except Exception as error:  # many exception types, not all public
+            raise _not_read(file, error) from None
+    return found
+
+
+def _lazy(file: Path, name: str, shape: tuple[int, ...]) -> LazyArray:
+    def read() -> np.ndarray:
+        with safe_open(file, framework="flax") as opened:
+            return np.asarray(opened.get_tensor(name), np.float32)
+
+    return LazyArray(shape, read)
+
+
+def _is_inside(file: Path, folder: Path) -> bool:
+    """True unless the file is a link to another folder, other than the blobs of the hub's cache."""
+    target, folder = file.resolve(), folder.resolve()
+    blobs = folder.parent.parent / "blobs"
+    return target.is_relative_to(folder) or target.is_relative_to(blobs)
+
+
+def read_json(
+    file: Path, fields: Mapping[str, Any] = MappingProxyType({}), *, missing_ok: bool = False
+) -> dict[str, Any]:
+    """Read a JSON object with ``fields`` of these types. Raises ``UserError``."""
+    if missing_ok and not file.exists():
+        return {}
+    try:
+        return parse_object(file.read_bytes(), file.name, **fields)
+    except (OSError, UserError) as error:
+        raise _not_read(file, error) from None
+
+
+def _not_read(file: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{str(file)!r} cannot be read ({str(error).rstrip('.')}); expected a file of a pretrained "
+        "model in transformers' format with model.safetensors. Download it again, for example: hf "
+        "download NAME --local-dir FOLDER"
+    )
