@@ -271,7 +271,7 @@ def check_inputs(
     if not data.train.is_given:
         raise UserError(
             "No training data is given; set data.train.source and data.train.target (text "
-            "files), choose another data.train.kind, or pass a --config."
+            "files), choose another data.train.kind and set its source, or pass a --config."
         )
     names = ("train", "dev", "test") if is_first() else ("dev", "test")
     given = {name: getattr(data, name) for name in names}
