@@ -2,11 +2,11 @@
 
 import dataclasses
 import gzip
+import importlib.util
 import json
 import os
 import random
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -137,7 +137,8 @@ def test_several_files_and_globs(tmp_path, kind):
     assert read(dataclasses.replace(again, limit=7), tmp_path) == (expected + PAIRS[:2])[:7]
     store = fsspec.filesystem("memory")
     store.store.clear()
-    store.put(str(tmp_path), "/bucket/data", recursive=True)
+    for file in tmp_path.iterdir():
+        store.pipe_file(f"/bucket/data/{file.name}", file.read_bytes())
     remote = "memory://bucket/data"
     assert read(config, remote) == read(config_of(kind, f"{remote}/part-*.{kind}")) == expected
     assert (
@@ -199,9 +200,9 @@ def test_a_changed_file_gives_another_corpus(tmp_path, kind, limit):
 
 @pytest.fixture
 def large(tmp_path):
-    """60,000 pairs that do not compress, in 20 row groups: about 24 MB."""
+    """120,000 pairs that hardly compress: 40 MB."""
     draw = random.Random(0)
-    pairs = [(f"{i} {draw.randbytes(80).hex()}", draw.randbytes(80).hex()) for i in range(60_000)]
+    pairs = [(f"{i} {draw.randbytes(80).hex()}", draw.randbytes(80).hex()) for i in range(120_000)]
     return pairs, tmp_path / "large.parquet"
 
 
@@ -226,7 +227,7 @@ class Counting:
         return size
 
 
-@pytest.mark.parametrize("row_group_size", [3000, 60_000])
+@pytest.mark.parametrize("row_group_size", [3000, 120_000])
 def test_parquet_is_streamed(large, monkeypatch, row_group_size):
     """A few pairs need a few pages, and all pairs never need the memory of a whole file."""
     pairs, file = large
@@ -240,12 +241,12 @@ def test_parquet_is_streamed(large, monkeypatch, row_group_size):
     monkeypatch.setattr(Path, "open", counted)
     size = file.stat().st_size
     assert read(dataclasses.replace(config, limit=10)) == pairs[:10]
-    assert 0 < opened[0].count < (0.3 if row_group_size == 3000 else 0.9) * size
+    assert 0 < opened[0].count < (0.1 if row_group_size == 3000 else 0.5) * size
     before, most = pa.total_allocated_bytes(), 0
     for pair, expected in zip(read_pairs(config), pairs, strict=True):
         assert pair == expected
         most = max(most, pa.total_allocated_bytes() - before)
-    assert most < 0.8 * size
+    assert most < 0.7 * size
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "tsv"])
@@ -355,14 +356,17 @@ def test_hugging_face_without_a_network(monkeypatch, name):
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     start = time.monotonic()
-    with pytest.raises(UserError, match="'hf://datasets/.*' cannot be read: .*not known"):
+    with pytest.raises(
+        UserError, match="'hf://datasets/.*' cannot be read: (Cannot reach|.* not known)"
+    ):
         read(config_of("parquet", f"hf://datasets/no-owner/no-name/data/{name}"))
     assert time.monotonic() - start < 30
 
 
-def test_hugging_face_without_its_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    loaded = sys.modules["fsspec.registry"]._registry
-    monkeypatch.delitem(loaded, "hf", raising=False)
-    with pytest.raises(UserError, match="'hf://.*' cannot be opened: .*[Ii]nstall huggingface_hub"):
-        read(config_of("parquet", "hf://datasets/no-owner/no-name/a.parquet"))
+def test_a_url_whose_package_is_not_installed():
+    if importlib.util.find_spec("adlfs"):
+        pytest.skip("adlfs is installed")
+    with pytest.raises(
+        UserError, match="'abfs://a/b' cannot be opened: Install adlfs .* Expected a"
+    ):
+        read(config_of("parquet", "abfs://a/b"))
