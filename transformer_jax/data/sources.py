@@ -132,8 +132,8 @@ class ParallelText:
                 self.hashes[file] = hashlib.file_digest(stream, "sha256").hexdigest()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"{str(file)!r} cannot be read: {one_line(error)}. Expected a complete Parquet "
-                "file; download or write it again."
+                f"{str(file)!r} cannot be read as a Parquet file ({one_line(error)}). Expected a "
+                "complete file; download or write it again."
             ) from None
 
     def _read_tfds(self) -> Iterator[_Example]:
