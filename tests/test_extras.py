@@ -18,6 +18,8 @@ USES = {  # code that needs the packages of an extra
     "demo": "import runpy; runpy.run_path('examples/number_names.py')",
     "tfds": "from transformer_jax.data.sources import read_pairs\n"
     "[*read_pairs(transformer_jax.PairsConfig('tfds', ('x',), (), 'a', 'b'))]",
+    "parquet": "from transformer_jax.data.sources import read_pairs\n"
+    "[*read_pairs(transformer_jax.PairsConfig('parquet', ('README.md',), (), 'a', 'b'))]",
     "paper": "import runpy; runpy.run_path('examples/paper_bleu.py')['moses']('de')",
     "report": "from transformer_jax.report.__main__ import Arguments, _run\n"
     "_run(Arguments(('.',), 'report.html'))",

@@ -103,6 +103,11 @@ ERRORS_AT_ONCE = [
         f"{TRAIN} --data.dev.source short --data.dev.target long",
         "different numbers of lines .1 and 2",
     ),
+    ("--data.train.source empty --data.train.target empty", "data.train has no pairs"),
+    (
+        "--data.train.kind tsv --data.train.source long",
+        "long, line 1: field '2' is missing; expected Unicode text",
+    ),
     (f"{TRAIN} --data.test.source empty --data.test.target empty", "data.test has no pairs"),
     (
         f"{TRAIN} --data.test.source long --data.test.target short",

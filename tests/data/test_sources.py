@@ -177,7 +177,8 @@ def test_tfds_without_tensorflow(tmp_path, tfds_name):
     )
     assert "tensorflow" not in sys.modules
     with pytest.raises(
-        UserError, match=r"has no text fields 'en' and 'fr'; expected .* two of: de, en"
+        UserError,
+        match=r"\(train\), example 1: field 'fr' is missing; .* two of the fields: de, en",
     ):
         read(config(target_field="fr"), root)
     with pytest.raises(UserError, match=r"TensorFlow Datasets cannot open .*, split 'nowhere'"):
@@ -185,7 +186,8 @@ def test_tfds_without_tensorflow(tmp_path, tfds_name):
     with pytest.raises(
         UserError, match=r"TensorFlow Datasets cannot open 'no_such_dataset_at_all'"
     ):
-        read(PairsConfig(kind="tfds", source=("no_such_dataset_at_all",)), root)
+        missing = dataclasses.replace(config(), source=("no_such_dataset_at_all",))
+        read(missing, root)
 
 
 # Fingerprint

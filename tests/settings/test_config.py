@@ -92,6 +92,14 @@ def test_every_field_has_a_docstring_for_help() -> None:
             "target is .'c',.; expected 2 files, one for each in source",
         ),
         (lambda: PairsConfig("tfds"), "one dataset name for kind 'tfds'"),
+        (
+            lambda: PairsConfig("parquet", ("a",), ("b",)),
+            "target is .'b',.; expected no files, because for kind 'parquet' source contains both",
+        ),
+        (
+            lambda: PairsConfig("jsonl", ("a",), source_field="en"),
+            "target_field is ''; expected the name of a field for kind 'jsonl'",
+        ),
         (lambda: Config(seed=2**31), "seed is 2147483648; expected a number from 0 to"),
         (
             lambda: OptimizerConfig(epsilon=0.0),

@@ -1,9 +1,10 @@
-"""Expansion of file names, globs and URLs of text files."""
+"""Expansion of file names, globs, folders and URLs of input files."""
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -39,26 +40,42 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     return files
 
 
-def find_files(names: Iterable[tuple[str, str]], root: str) -> list[tuple[AnyPath, AnyPath]]:
-    """Return the (source, target) files with these names, in order, with globs expanded.
+def _parquet_files(folder: str, root: str) -> list[AnyPath]:
+    """Return the Parquet files in a folder. Raises ``UserError`` if they are of several splits."""
+    files = expanded(f"{glob.escape(folder)}/*.parquet", root)
+    matches = [re.match(r"(.+)-\d+-of-\d+", file.name) for file in files]  # as on Hugging Face
+    splits = sorted({match[1] for match in matches if match})
+    if len(splits) > 1:
+        raise UserError(
+            f"Folder {folder!r} contains several splits ({', '.join(splits)}); choose one with a "
+            f"glob, such as '{folder}/train-*.parquet'."
+        )
+    return files
 
-    Does not open the files. Raises ``UserError`` if a file is missing, or if source and target
-    match different numbers of files.
+
+def find_files(names: Iterable[tuple[str, ...]], root: str, kind: str) -> list[tuple[AnyPath, ...]]:
+    """Return the files with these names, such as (source, target), in order, with globs expanded.
+
+    Does not open the files. A folder of kind "parquet" stands for its .parquet files. Raises
+    ``UserError`` if a file is missing, or if source and target match different numbers of files.
     """
-    found: list[tuple[AnyPath, AnyPath]] = []
-    for source, target in names:
-        sources, targets = expanded(source, root), expanded(target, root)
-        if len(sources) != len(targets):
+    found: list[tuple[AnyPath, ...]] = []
+    for sides in names:
+        files = [expanded(name, root) for name in sides]
+        if kind == "parquet" and kind_of(files[0][0]) == "directory":
+            files = [_parquet_files(sides[0].rstrip("/"), root)]
+        counts = [len(each) for each in files]
+        if len(set(counts)) > 1:
             raise UserError(
-                f"source {source!r} matches {len(sources)} file(s) and target {target!r} "
-                f"matches {len(targets)}; expected the same number, paired in sorted order. "
+                f"source {sides[0]!r} matches {counts[0]} file(s) and target {sides[1]!r} "
+                f"matches {counts[1]}; expected the same number, paired in sorted order. "
                 f"Relative names start from data.root = {root!r}."
             )
-        found += zip(sources, targets)
+        found += zip(*files)
     for file in chain.from_iterable(found):
         if kind_of(file) != "file":
             raise UserError(
-                f"{str(file)!r} is not a file; expected a text file as source or target of "
+                f"{str(file)!r} is not a file; expected a {kind} file as source or target of "
                 f"data.train, data.dev or data.test. Relative names start from data.root = "
                 f"{root!r}."
             )

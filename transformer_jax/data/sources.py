@@ -1,8 +1,8 @@
-"""Sentence pairs from parallel text files or TensorFlow Datasets.
+"""Sentence pairs from text, TSV, JSONL and Parquet files, or from TensorFlow Datasets.
 
-All sources are streamed; files are never loaded into memory as a whole. Only "\\n" ends a line
-(``str.splitlines`` would also split at control characters inside sentences). One "\\r" before it is
-dropped.
+All sources are streamed; files are never loaded into memory as a whole. Only "\\n" ends a line of
+text (``str.splitlines`` would also split at control characters inside sentences). One "\\r" before
+it is dropped.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, cast
 
 from transformer_jax.data.files import find_files
-from transformer_jax.errors import UserError, needs_extra
+from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
 from transformer_jax.settings.config import PairsConfig
 from transformer_jax.storage.files import AnyPath, to_path
+from transformer_jax.storage.json_files import parse_object
+
+_Example = tuple[str, Mapping[str, Any]]  # its name in messages, and its fields
 
 
 class ParallelText:
@@ -35,16 +38,25 @@ class ParallelText:
 
     def __init__(self, config: PairsConfig, root: str = "") -> None:
         self.config, self.root = config, root
-        names = zip(config.source, config.target) if config.kind == "text" else ()
-        self.files = find_files(names, root)
-        """(source, target) files of kind text; otherwise empty."""
+        sides = [config.source, config.target] if config.kind == "text" else [config.source]
+        names = zip(*sides) if config.kind not in ("tfds", "none") else ()
+        self.files = find_files(names, root, config.kind)
+        """(source, target) files of kind text; (file,) of kinds tsv, jsonl and parquet."""
+        self._fields = config.source_field or "1", config.target_field or "2"
         self.hashes: dict[AnyPath, str] = {}
         """SHA-256 of each file's content, set once the file has been read to its end."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yield the (source, target) sentences in order. Raises ``UserError`` on invalid UTF-8."""
-        pairs = self._read_tfds() if self.config.kind == "tfds" else self._read_files()
-        return islice(pairs, self.config.limit)
+        """Yield the (source, target) sentences in order. Raises ``UserError`` on invalid data."""
+        config = self.config
+        if config.kind in ("text", "none"):
+            return islice(self._read_text(), config.limit)
+        if config.kind == "tfds":
+            examples = self._read_tfds()
+        else:
+            read = self._read_parquet if config.kind == "parquet" else self._read_lines
+            examples = chain.from_iterable(read(file) for [file] in self.files)
+        return islice((_pair(*example, self._fields) for example in examples), config.limit)
 
     @property
     def fingerprint(self) -> str:
@@ -66,7 +78,7 @@ class ParallelText:
             fields.append(self.hashes[file])
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
-    def _read_files(self) -> Iterator[tuple[str, str]]:
+    def _read_text(self) -> Iterator[tuple[str, str]]:
         """Yield corresponding lines of source and target, one pair of files after another."""
         for files in self.files:
             sides = [_decoded(_hashed(file, self.hashes), str(file)) for file in files]
@@ -83,20 +95,53 @@ class ParallelText:
                     )
                 yield source, target
 
-    def _read_tfds(self) -> Iterator[tuple[str, str]]:
+    def _read_lines(self, file: AnyPath) -> Iterator[_Example]:
+        """Yield the lines of a TSV or JSONL file. The fields of TSV are numbered from 1."""
+        lines = _decoded(_hashed(file, self.hashes), str(file))
+        for number, line in enumerate(lines, 1):
+            place = f"{file}, line {number}"
+            if self.config.kind == "jsonl":
+                yield place, parse_object(line, place)
+            else:
+                yield place, {str(i): text for i, text in enumerate(line.split("\t"), 1)}
+
+    def _read_parquet(self, file: AnyPath) -> Iterator[_Example]:
+        """Yield the rows of a Parquet file. Reads only the columns with the text."""
+        with needs_extra("parquet"):
+            import pyarrow as pa
+            from pyarrow import parquet
+
+        columns = [*self._fields, *(f"translation.{field}" for field in self._fields)]
+        try:
+            with _opened(file) as stream:
+                # With a buffer and no pre-buffering, memory does not grow with the row groups.
+                reader = parquet.ParquetFile(stream, buffer_size=2**23, pre_buffer=False)
+                empty = {
+                    column.name: {field.name: "" for field in column.type}
+                    if pa.types.is_struct(column.type)
+                    else ""
+                    for column in reader.schema_arrow
+                }
+                _pair(str(file), empty, self._fields)  # the columns exist
+                # It ignores the columns that do not exist.
+                batches = reader.iter_batches(1024, columns=columns)
+                rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+                for number, row in enumerate(rows, 1):
+                    yield f"{file}, row {number}", row
+                stream.seek(0)
+                self.hashes[file] = hashlib.file_digest(stream, "sha256").hexdigest()
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{str(file)!r} cannot be read as a Parquet file ({one_line(error)}). Expected a "
+                "complete file; download or write it again."
+            ) from None
+
+    def _read_tfds(self) -> Iterator[_Example]:
         config, examples = self.config, self._tfds_examples()
         for start in range(0, len(examples), 1024):
             block = range(start, min(start + 1024, len(examples)))
-            for example in examples.__getitems__(block):
-                sides = [example.get(field) for field in (config.source_field, config.target_field)]
-                if not all(isinstance(side, bytes) for side in sides):
-                    raise UserError(
-                        f"{config.source[0]} ({config.split}) has no text fields "
-                        f"{config.source_field!r} and {config.target_field!r}; expected "
-                        f"source_field and target_field to be two of: {', '.join(example)}."
-                    )
-                source, target = (side.decode().replace("\n", " ") for side in sides)
-                yield source, target
+            for number, example in enumerate(examples.__getitems__(block), start + 1):
+                yield f"{config.source[0]} ({config.split}), example {number}", example
 
     def _tfds_examples(self) -> Any:
         with needs_extra("tfds"):
@@ -117,6 +162,26 @@ class ParallelText:
                 f"TensorFlow Datasets cannot open {name!r}, split {split!r} (data.root = "
                 f"{self.root!r}): {text}"
             ) from None
+
+
+def _pair(place: str, example: Mapping[str, Any], fields: tuple[str, str]) -> tuple[str, str]:
+    """Return the text in two fields of an example, or of its field ``translation``."""
+    inner = example.get("translation")
+    if isinstance(inner, dict) and not example.keys() >= set(fields):
+        example = inner
+    sides = []
+    for field in fields:
+        side: Any = example.get(field)
+        try:
+            text = (side if isinstance(side, bytes) else side.encode()).decode()
+        except (AttributeError, UnicodeError):  # not text; a lone surrogate or invalid UTF-8
+            found = short_repr(side) if field in example else "missing"
+            raise UserError(
+                f"{place}: field {field!r} is {found}; expected Unicode text. Correct it, or set "
+                f"source_field and target_field to two of the fields: {', '.join(example)}."
+            ) from None
+        sides.append(text.replace("\n", " "))
+    return sides[0], sides[1]
 
 
 def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]:

@@ -246,20 +246,25 @@ class TokenizerConfig(Section, prefix="tokenizer."):
 class PairsConfig(Section):
     """One dataset of sentence pairs."""
 
-    kind: Literal["text", "tfds", "none"] = "text"
-    """Parallel text files, a dataset from TensorFlow Datasets, or no data. Files ending in .gz are
-    decompressed as they are read."""
+    kind: Literal["text", "tsv", "jsonl", "parquet", "tfds", "none"] = "text"
+    """text: two parallel files. tsv: files of two or more columns, separated by tabs, without
+    quoting. jsonl: one JSON object per line. parquet: Parquet files, as Hugging Face datasets have.
+    tfds: a dataset from TensorFlow Datasets. none: no data. Files ending in .gz are decompressed as
+    they are read."""
     source: tuple[str, ...] = ()
-    """text: source-language files. tfds: one dataset name, such as wmt14_translate/de-en. A file
-    name can be a URL or a glob, such as train-*.en.gz or s3://bucket/train-*.en.gz. A glob expands
-    to all matching files in sorted order. A file listed twice is read twice."""
+    """text: source-language files. tsv, jsonl, parquet: files with both sides. tfds: one dataset
+    name, such as wmt14_translate/de-en. A file name can be a URL or a glob, such as train-*.en.gz
+    or s3://bucket/train-*.en.gz. A glob expands to all matching files in sorted order; so does a
+    folder of Parquet files. A file listed twice is read twice."""
     target: tuple[str, ...] = ()
     """text: target-language files, in the same order as the source files. For each glob in source,
     target needs a glob that matches the same number of files."""
     source_field: str = ""
-    """tfds: field with the source text (for example en)."""
+    """Field with the source text (for example en). jsonl, parquet, tfds: name of a field or column,
+    at the top level or inside the field translation. tsv: number of a column, counted from 1; '':
+    1."""
     target_field: str = ""
-    """tfds: field with the target text (for example de)."""
+    """Field with the target text (for example de), as for source_field. tsv: '' means 2."""
     split: str = "train"
     """tfds: split name."""
     limit: Positive | None = None
@@ -276,6 +281,17 @@ class PairsConfig(Section):
             self.kind != "text" or len(self.source) == len(self.target),
             f"{len(self.source)} files, one for each in source",
         )
+        yield (
+            "target",
+            self.kind in ("text", "none") or not self.target,
+            f"no files, because for kind {self.kind!r} source contains both sides",
+        )
+        for name in ("source_field", "target_field"):
+            yield (
+                name,
+                self.kind in ("text", "tsv", "none") or bool(getattr(self, name)),
+                f"the name of a field for kind {self.kind!r}",
+            )
 
     @property
     def is_given(self) -> bool:

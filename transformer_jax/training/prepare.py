@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -265,24 +266,28 @@ def check_inputs(
 ) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
     """Open the texts, and load the dev and test pairs that training will translate.
 
-    Missing or invalid input is reported here, before the hours that preparing the training text can
-    take.
+    Also reads the first training pair. Missing or invalid input is reported here, before the hours
+    that preparing the training text can take.
     """
     if not data.train.is_given:
         raise UserError(
             "No training data is given; set data.train.source and data.train.target (text "
-            "files), choose another data.train.kind, or pass a --config."
+            "files), choose another data.train.kind and set its source, or pass a --config."
         )
     names = ("train", "dev", "test") if is_first() else ("dev", "test")
     given = {name: getattr(data, name) for name in names}
     texts = {name: ParallelText(each, data.root) for name, each in given.items() if each.is_given}
     bleu_metric(training.bleu_tokenize)
-    pairs = {name: list(text.pairs()) for name, text in texts.items() if name != "train"}
+    pairs = {
+        name: list(islice(text.pairs(), 1 if name == "train" else None))
+        for name, text in texts.items()
+    }
     for name, found in pairs.items():
         if not found:
             raise UserError(
-                f"data.{name} has no pairs. Check its files, or set data.{name}.kind to none."
+                f"data.{name} has no pairs. Check its files, or choose another data.{name}.kind."
             )
+    pairs.pop("train", None)
     if "dev" in pairs:
         pairs["dev"] = pairs["dev"][: training.bleu_sentences]
     return texts, pairs
