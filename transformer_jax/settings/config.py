@@ -292,8 +292,11 @@ class BatchConfig(Section, prefix="batch."):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section, prefix="optimizer."):
-    """Adam and its learning-rate schedule (section 5.3)."""
+    """Optimizer and its learning-rate schedule (section 5.3)."""
 
+    name: Literal["adam", "adafactor"] = "adam"
+    """Adam (the paper), or Adafactor as in T5, whose state is much smaller than the parameters. Its
+    learning rate is relative to the RMS of each parameter, so peak_learning_rate must be larger."""
     warmup_steps: Positive = 4000
     """Number of linear warm-up steps."""
     decay: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
@@ -302,11 +305,11 @@ class OptimizerConfig(Section, prefix="optimizer."):
     peak_learning_rate: PositiveFloat | None = None
     """Learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5."""
     beta1: Fraction = 0.9
-    """Adam's decay rate for the first moment."""
+    """adam: decay rate for the first moment."""
     beta2: Fraction = 0.98
-    """Adam's decay rate for the second moment."""
+    """adam: decay rate for the second moment."""
     epsilon: PositiveFloat = 1e-9
-    """Adam's epsilon."""
+    """adam: epsilon."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay on matrices (AdamW); 0: off."""
     clip_norm: NonNegative = 0.0
@@ -328,6 +331,10 @@ class TrainingConfig(Section, prefix="training."):
     start_from: str = ""
     """Fine-tuning: a work directory, model folder or checkpoint folder that provides the tokenizer
     and initial parameters (of the model that decode.py uses); '': train from scratch."""
+    freeze: tuple[str, ...] = ()
+    """Fine-tuning: glob patterns of names of parameters that are not trained, such as 'encoder.*'
+    or '*embedding.matrix'; * also matches dots. Their moving average (EMA) does not change
+    either."""
     label_smoothing: Fraction = 0.1
     """Label smoothing (epsilon_ls in section 5.4)."""
     r_drop: NonNegative = 0.0
