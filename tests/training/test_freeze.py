@@ -19,7 +19,7 @@ from transformer_jax.saved_models.checkpoint import complete_steps
 from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import Config, MeshConfig, ModelConfig, OptimizerConfig
 from transformer_jax.training.loop import train
-from transformer_jax.training.optimizer import check_frozen, is_frozen
+from transformer_jax.training.optimizer import check_frozen, keep_frozen
 from transformer_jax.training.step import (
     StepFunctions,
     StepMetrics,
@@ -47,10 +47,11 @@ def step_functions(config: Config, devices: int = 1) -> StepFunctions:
 
 def frozen(tree: Any, patterns: tuple[str, ...] = FREEZE) -> tuple[list[Any], list[Any]]:
     """The leaves of parameters that are frozen, and the others, as NumPy arrays."""
-    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.array, tree))
-    matches = [is_frozen(path, patterns) for path, _ in leaves]
+    true, false = (jax.tree.map(lambda _, value=value: value, tree) for value in (True, False))
+    matches = jax.tree.leaves(keep_frozen(patterns, true, false))
+    leaves = list(map(np.array, jax.tree.leaves(tree)))
     return tuple(
-        [leaf for (_, leaf), match in zip(leaves, matches, strict=True) if match is wanted]
+        [leaf for leaf, match in zip(leaves, matches, strict=True) if match is wanted]
         for wanted in (True, False)
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -73,7 +73,7 @@ def _adafactor() -> optax.GradientTransformation:
 
     The updates have an RMS of at most 1, times the parameter's RMS. No momentum.
     """
-    factored = optax.scale_by_factored_rms(decay_rate=0.8, min_dim_size_to_factor=128)
+    factored = optax.scale_by_factored_rms(decay_rate=0.8)
 
     def update(grads: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
         updates, state = factored.update(_merged(grads), state, _merged(parameters))
@@ -82,7 +82,7 @@ def _adafactor() -> optax.GradientTransformation:
     return optax.chain(
         optax.GradientTransformation(lambda parameters: factored.init(_merged(parameters)), update),
         optax.clip_by_block_rms(1.0),
-        optax.scale_by_param_block_rms(1e-3),
+        optax.scale_by_param_block_rms(),
     )
 
 
@@ -100,24 +100,29 @@ def _merged(parameters: Any) -> Any:
 
 def check_frozen(patterns: Sequence[str], parameters: Any) -> None:
     """Raise ``UserError`` if a pattern of ``training.freeze`` has no match, or if all match."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(parameters)]
+    names = [parameter_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters)]
     for pattern in patterns:
-        if not any(is_frozen(path, [pattern]) for path in paths):
-            names = map(parameter_name, paths[:: len(paths) // 4])
+        if not fnmatch.filter(names, pattern):
             raise UserError(
                 f"training.freeze contains {pattern!r}, which matches no parameter; expected "
-                f"patterns of names such as {', '.join(names)}."
+                f"patterns of names such as {', '.join(names[:: len(names) // 4])}."
             )
-    if all(is_frozen(path, patterns) for path in paths):
+    if all(_matches(name, patterns) for name in names):
         raise UserError(
             f"training.freeze is {short_repr(patterns)}, which matches every parameter; expected "
             "patterns that leave at least one parameter to train."
         )
 
 
-def is_frozen(path: tuple[Any, ...], patterns: Sequence[str]) -> bool:
-    """Return whether the name of the parameter at this path matches a pattern."""
-    return any(fnmatchcase(parameter_name(path), pattern) for pattern in patterns)
+def keep_frozen(patterns: Sequence[str], old: Any, new: Any) -> Any:
+    """Return ``new`` parameters, but ``old`` ones where a name matches a pattern."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *pair: pair[not _matches(parameter_name(path), patterns)], old, new
+    )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _matrices(parameters: Any) -> Any:

@@ -28,7 +28,7 @@ from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.tokenization.special_ids import PAD_ID
 from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
-from transformer_jax.training.optimizer import is_frozen, learning_rate_schedule, make_optimizer
+from transformer_jax.training.optimizer import keep_frozen, learning_rate_schedule, make_optimizer
 
 Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_dict
 
@@ -209,15 +209,15 @@ def train_step(
 
     updates, moments = optimizer.update(grads, state.optimizer, state.parameters)
     parameters = optax.apply_updates(state.parameters, updates)
+    parameters = keep_frozen(config.freeze, state.parameters, parameters)
     good_steps = state.step - state.bad_steps
     ema = moving_average(state.ema, parameters, config.optimizer.ema_decay, good_steps + 1)
-
-    def accepted(path: tuple[Any, ...], new: jax.Array, old: jax.Array) -> jax.Array:
-        return old if is_frozen(path, config.freeze) else jnp.where(finite, new, old)
-
-    parameters = jax.tree_util.tree_map_with_path(accepted, parameters, state.parameters)
-    moments = jax.tree.map(partial(jnp.where, finite), moments, state.optimizer)
-    ema = jax.tree_util.tree_map_with_path(accepted, ema, state.ema)
+    ema = keep_frozen(config.freeze, state.ema, ema)
+    parameters, moments, ema = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (parameters, moments, ema),
+        (state.parameters, state.optimizer, state.ema),
+    )
     bad = (~finite).astype(jnp.int32)
     schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.steps)
     state = TrainState(
@@ -249,11 +249,7 @@ def loss_and_sums(
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
     """Compute a batch's total loss and its sums. Without a key, dropout and R-Drop are off."""
-
-    def with_gradient(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        return jax.lax.stop_gradient(x) if is_frozen(path, config.freeze) else x
-
-    parameters = jax.tree_util.tree_map_with_path(with_gradient, parameters)
+    parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
     r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
