@@ -249,7 +249,8 @@ def loss_and_sums(
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
     """Compute a batch's total loss and its sums. Without a key, dropout and R-Drop are off."""
-    parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
+    if config.freeze:  # so XLA does not compute their gradients
+        parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
     r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
