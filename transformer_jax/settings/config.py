@@ -295,8 +295,8 @@ class OptimizerConfig(Section, prefix="optimizer."):
     """Optimizer and its learning-rate schedule (section 5.3)."""
 
     name: Literal["adam", "adafactor"] = "adam"
-    """Adam (the paper) or Adafactor (T5), whose state is small. Its learning rate is relative to each
-    parameter's RMS, so set peak_learning_rate: 0.01 as in T5's training, 0.001 to fine-tune."""
+    """Adam (the paper) or Adafactor (T5), whose state is small. Its learning rate is relative to
+    each parameter's RMS: set peak_learning_rate to 0.01 as for T5, or to 0.001 to fine-tune."""
     warmup_steps: Positive = 4000
     """Number of linear warm-up steps."""
     decay: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
@@ -332,8 +332,8 @@ class TrainingConfig(Section, prefix="training."):
     """Fine-tuning: a work directory, model folder or checkpoint folder that provides the tokenizer
     and initial parameters (of the model that decode.py uses); '': train from scratch."""
     freeze: tuple[str, ...] = ()
-    """Fine-tuning: glob patterns of names of parameters that are not trained, such as 'encoder.*' or
-    '*embedding.matrix'; * also matches dots."""
+    """Fine-tuning: glob patterns of names of parameters that are not trained, such as 'encoder.*'
+    or '*embedding.matrix'; * also matches dots."""
     label_smoothing: Fraction = 0.1
     """Label smoothing (epsilon_ls in section 5.4)."""
     r_drop: NonNegative = 0.0
