@@ -47,6 +47,8 @@ SLOW = [
         "interop/test_import_huggingface",
         "training/test_loss",
         "serving/test_limits",
+        "training/test_adafactor",
+        "training/test_freeze",
         "training/test_compiling",
         "training/test_variants",
         "serving/test_app",

@@ -93,6 +93,8 @@ ERRORS_AT_ONCE = [
         f"{NUMBERS} --mesh.fsdp 64",
         "-1 x 64 x 1; expected a product of [0-9]+, the number of devices",
     ),
+    (f"{TRAIN} --training.freeze encoder.layer.*", r"freeze contains 'encoder.layer.\*', which"),
+    (f"{TRAIN} --training.freeze *matrix *coder.*", "freeze is .*, which matches every parameter"),
     (f"{NUMBERS} --workdir .", "is not empty but has no config.json"),
     (f"{TRAIN} --training.bleu-tokenize ko-mecab", "BLEU tokenizer 'ko-mecab'"),
     (

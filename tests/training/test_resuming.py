@@ -14,6 +14,10 @@ def test_differences_that_stop_a_resume() -> None:
     assert seed == ("seed", 0, 1) and not seed.changeable
     [dropout] = differences_on_resume(old, changed(old, model={"dropout": 0.3}))
     assert dropout == ("model.dropout", 0.1, 0.3) and dropout.changeable
+    [freeze] = differences_on_resume(old, changed(old, training={"freeze": ("encoder.*",)}))
+    assert freeze == ("training.freeze", (), ("encoder.*",)) and freeze.changeable
+    [name] = differences_on_resume(old, changed(old, optimizer={"name": "adafactor"}))
+    assert name == ("optimizer.name", "adam", "adafactor") and not name.changeable
 
 
 def test_the_last_step_of_a_decay_changes_only_with_a_flag() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -83,11 +84,17 @@ def load_averages(checkpoints: AnyPath, steps: Sequence[int]) -> Iterator[Any]:
 
     Each checkpoint is read once (see ``saved_parameters``).
     """
-    total: Any = None
+    first = total = None
     for count, step in enumerate(steps, start=1):
         loaded = saved_parameters(checkpoints / checkpoint_name(step))
+        first = loaded if first is None else first
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
-        yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
+        yield jax.tree.map(partial(_mean, count), first, loaded, total)
+
+
+def _mean(count: int, first: np.ndarray, last: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Return the mean, without rounding if the parameter is frozen."""
+    return first if np.array_equal(first, last) else total / np.float32(count)
 
 
 def _candidates(

@@ -345,8 +345,11 @@ class BatchConfig(Section, prefix="batch."):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section, prefix="optimizer."):
-    """Adam and its learning-rate schedule (section 5.3)."""
+    """Optimizer and its learning-rate schedule (section 5.3)."""
 
+    name: Literal["adam", "adafactor"] = "adam"
+    """Adam (the paper) or Adafactor (T5), whose state is small. Its learning rate is relative to
+    each parameter's RMS: set peak_learning_rate to 0.01 as for T5, or to 0.001 to fine-tune."""
     warmup_steps: Positive = 4000
     """Number of linear warm-up steps."""
     decay: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
@@ -355,11 +358,11 @@ class OptimizerConfig(Section, prefix="optimizer."):
     peak_learning_rate: PositiveFloat | None = None
     """Learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5."""
     beta1: Fraction = 0.9
-    """Adam's decay rate for the first moment."""
+    """adam: decay rate for the first moment."""
     beta2: Fraction = 0.98
-    """Adam's decay rate for the second moment."""
+    """adam: decay rate for the second moment."""
     epsilon: PositiveFloat = 1e-9
-    """Adam's epsilon."""
+    """adam: epsilon."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay on matrices (AdamW); 0: off."""
     clip_norm: NonNegative = 0.0
@@ -381,6 +384,9 @@ class TrainingConfig(Section, prefix="training."):
     start_from: str = ""
     """Fine-tuning: a work directory, model folder or checkpoint folder that provides the tokenizer
     and initial parameters (of the model that decode.py uses); '': train from scratch."""
+    freeze: tuple[str, ...] = ()
+    """Fine-tuning: glob patterns of names of parameters that are not trained, such as 'encoder.*'
+    or '*embedding.matrix'; * also matches dots."""
     label_smoothing: Fraction = 0.1
     """Label smoothing (epsilon_ls in section 5.4)."""
     r_drop: NonNegative = 0.0

@@ -38,7 +38,8 @@ def training_flops(config: Config, B: int, S: int, T: int) -> float:
         softmax: T D V
 
     All positions count, including padding and masked keys; with R-Drop, each row counts twice.
-    Norms, Adam and activations that ``model.remat`` recomputes do not count.
+    Norms, the optimizer and activations that ``model.remat`` recomputes do not count. Gradients of
+    frozen parameters count, although they are not computed.
     """
     model = config.model
     D, h = model.d_model, model.num_heads * (model.head_width_k + model.head_width_v)

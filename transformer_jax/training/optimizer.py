@@ -1,7 +1,9 @@
-"""Adam with linear warm-up and inverse-square-root decay (paper section 5.3)."""
+"""Adam with linear warm-up and inverse-square-root decay (paper section 5.3), and Adafactor."""
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from transformer_jax.devices.sharding import parameter_name
+from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import OptimizerConfig
 
 
@@ -46,13 +49,15 @@ def learning_rate_schedule(
 def make_optimizer(
     config: OptimizerConfig, d_model: int, steps: int | None = None
 ) -> optax.GradientTransformation:
-    """Combine clipping, Adam, decoupled weight decay on matrices, and the learning-rate schedule.
+    """Combine clipping, an optimizer, decoupled weight decay on matrices, and the schedule.
 
-    The state has the same structure for all settings, so a run can resume with different settings.
+    The state has the same structure for all settings but ``name``, so a run can resume with
+    different settings.
     """
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        adam if config.name == "adam" else _adafactor(),
         optax.masked(
             optax.add_decayed_weights(config.weight_decay)
             if config.weight_decay
@@ -61,6 +66,63 @@ def make_optimizer(
         ),
         optax.scale_by_learning_rate(learning_rate_schedule(config, d_model, steps)),
     )
+
+
+def _adafactor() -> optax.GradientTransformation:
+    """Scale gradients by Adafactor's rule (Shazeer & Stern 2018, algorithm 4) with T5's settings.
+
+    The updates have an RMS of at most 1, times the parameter's RMS. No momentum.
+    """
+    factored = optax.scale_by_factored_rms(decay_rate=0.8)
+
+    def update(grads: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
+        updates, state = factored.update(_merged(grads), state, _merged(parameters))
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), updates, grads), state
+
+    return optax.chain(
+        optax.GradientTransformation(lambda parameters: factored.init(_merged(parameters)), update),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+    )
+
+
+def _merged(parameters: Any) -> Any:
+    """Merge the head axes of attention kernels: [D, H, K] to [D, H K], [H, K, D] to [H K, D]."""
+
+    def merge(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        if x.ndim < 3:
+            return x
+        last = x.shape[-1] if parameter_name(path).endswith("output.kernel") else x[0].size
+        return x.reshape(-1, last)
+
+    return jax.tree_util.tree_map_with_path(merge, parameters)
+
+
+def check_frozen(patterns: Sequence[str], parameters: Any) -> None:
+    """Raise ``UserError`` if a pattern of ``training.freeze`` has no match, or if all match."""
+    names = [parameter_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                f"training.freeze contains {pattern!r}, which matches no parameter; expected "
+                f"patterns of names such as {', '.join(names[:: len(names) // 4])}."
+            )
+    if all(_matches(name, patterns) for name in names):
+        raise UserError(
+            f"training.freeze is {short_repr(patterns)}, which matches every parameter; expected "
+            "patterns that leave at least one parameter to train."
+        )
+
+
+def keep_frozen(patterns: Sequence[str], old: Any, new: Any) -> Any:
+    """Return ``new`` parameters, but ``old`` ones where a name matches a pattern."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *pair: pair[not _matches(parameter_name(path), patterns)], old, new
+    )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _matrices(parameters: Any) -> Any:

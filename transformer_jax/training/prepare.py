@@ -33,12 +33,14 @@ from transformer_jax.devices.sharding import check_rows, make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu_metric
 from transformer_jax.model.matmul import compute_dtype
+from transformer_jax.model.transformer import abstract_model
 from transformer_jax.saved_models.checkpoint import checkpoint_name, config_of, load_tokenizer
 from transformer_jax.saved_models.model_folder import load_parameters
 from transformer_jax.settings.config import Config, DataConfig, ModelConfig, TrainingConfig
 from transformer_jax.settings.config_files import flatten, to_json
 from transformer_jax.storage.files import copy_folder, retry, write_atomically
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.training.optimizer import check_frozen
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.resuming import (
     FREE_BETWEEN_PROCESSES,
@@ -105,6 +107,8 @@ def prepare(
         mesh = make_mesh(config.mesh, devices)
         config = with_layout(config, mesh.devices.flat[0].platform)
         check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
+        if config.training.freeze:
+            check_frozen(config.training.freeze, abstract_model(config.model).parameters)
         texts, pairs = check_inputs(config.data, config.training)
         run_dir = Workdir(workdir)
     settings = flatten(config).items()

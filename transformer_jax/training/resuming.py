@@ -29,6 +29,7 @@ _FREE_ON_RESUME = (
 _CHANGEABLE = (
     "batch.",
     "optimizer.",
+    "training.freeze",
     "training.label_smoothing",
     "training.r_drop",
     "training.steps",
@@ -54,7 +55,8 @@ class Difference(NamedTuple):
     @property
     def changeable(self) -> bool:
         """True if a run can resume with the new value under ``--allow-changes``."""
-        return self.name.startswith(_CHANGEABLE) and self.name != "optimizer.ema_decay"
+        fixed = "optimizer.name", "optimizer.ema_decay"  # they set the structure of the state
+        return self.name.startswith(_CHANGEABLE) and self.name not in fixed
 
 
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:

@@ -28,7 +28,7 @@ from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.tokenization.special_ids import PAD_ID
 from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
-from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from transformer_jax.training.optimizer import keep_frozen, learning_rate_schedule, make_optimizer
 
 Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_dict
 
@@ -83,6 +83,7 @@ class StepConfig(NamedTuple):
     steps: int  # end of a linear or cosine decay, otherwise 0
     label_smoothing: float
     r_drop: float
+    freeze: tuple[str, ...] = ()
 
 
 class StepFunctions(NamedTuple):
@@ -102,7 +103,7 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     """
     training, optimizer = config.training, config.optimizer
     steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
-    rest = training.label_smoothing, training.r_drop
+    rest = training.label_smoothing, training.r_drop, training.freeze
     functions = shared_functions(StepConfig(config.model, optimizer, steps, *rest), mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
 
@@ -208,8 +209,10 @@ def train_step(
 
     updates, moments = optimizer.update(grads, state.optimizer, state.parameters)
     parameters = optax.apply_updates(state.parameters, updates)
+    parameters = keep_frozen(config.freeze, state.parameters, parameters)
     good_steps = state.step - state.bad_steps
     ema = moving_average(state.ema, parameters, config.optimizer.ema_decay, good_steps + 1)
+    ema = keep_frozen(config.freeze, state.ema, ema)
     parameters, moments, ema = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
         (parameters, moments, ema),
@@ -246,6 +249,8 @@ def loss_and_sums(
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
     """Compute a batch's total loss and its sums. Without a key, dropout and R-Drop are off."""
+    if config.freeze:  # so XLA does not compute their gradients
+        parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
     r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
