@@ -27,8 +27,8 @@ _T5: dict[str, Any] = {
     "d_model": 20,
     "d_kv": 6,
     "d_ff": 28,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
     "num_heads": 3,
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 12,
@@ -83,6 +83,7 @@ def write(case: str, folder: Path, seed: int = 0) -> Any:
         if hasattr(model, "final_logits_bias"):
             bias = model.final_logits_bias
             bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
+        _end_sentences(model, config, len(tokens))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -93,3 +94,16 @@ def write(case: str, folder: Path, seed: int = 0) -> Any:
     fast.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     return model
+
+
+def _end_sentences(model: Any, config: Any, size: int) -> None:
+    """Change the embedding of EOS so that its logit is often, but not always, the largest."""
+    source, target = torch.randint(4, size, (2, 16, 12), generator=torch.Generator().manual_seed(9))
+    target[:, 0] = config.decoder_start_token_id
+    found = model(input_ids=source, decoder_input_ids=target, output_hidden_states=True)
+    hidden = found.decoder_hidden_states[-1].reshape(-1, config.d_model)
+    mean = hidden.mean(0)
+    scale = config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0
+    logit = found.logits.max(-1).values.mean() * 0.9
+    embedding = model.get_input_embeddings().weight
+    embedding[config.eos_token_id] = mean * logit / (mean @ mean * scale)

@@ -48,7 +48,7 @@ def alignment(
         encoded = [
             # SentencePiece decodes <unk> to ⁇, which it may encode as two question marks.
             ["<unk>"] if word == "⁇" else side.tokens(ids)
-            for word, ids in zip(its_words, side.encode(its_words))
+            for word, ids in zip(its_words, side.encode(its_words, first=()))
         ]
         words.append(word_numbers(sides[-1], encoded))
     source, target = sides

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any, NamedTuple
@@ -167,16 +167,18 @@ class Engine:
         config: DecodingConfig,
         *,
         suppress: tuple[int, ...] = (),
+        free_prefix: int = 0,
         device: jax.Device | None = None,
     ):
         """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
-        token ids of ``config.suppress``. Raises ``UserError`` if ``config.weights`` is int8 without
-        AMX.
+        token ids of ``config.suppress``; ``free_prefix`` is that of ``BeamSearch``. Raises
+        ``UserError`` if ``config.weights`` is int8 without AMX.
         """
         if config.weights == "int8":
             check_int8()
         start_id = SPECIAL_IDS[model.config.decoder_start]
-        self.config, self.method = config, _method(config, suppress, start_id)
+        method = _method(config, suppress, start_id)
+        self.config, self.method = config, replace(method, free_prefix=free_prefix)
         self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size)

@@ -56,6 +56,11 @@ class Files(Section, prefix="--"):
     text_field: str = "text"
     """JSONL: the field to translate. If a line has a `prefix` field, its translation begins with
     that text."""
+    source_language: str = ""
+    """Many-to-many models: language code of the input. A JSONL line can have its own in a field of
+    this name. Default: that of the model."""
+    target_language: str = ""
+    """Many-to-many models: language code of the output, likewise."""
     resume: bool = False
     """Keep the complete sentences already in --output and continue after them."""
     shard: str = "0/1"
@@ -228,7 +233,9 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     size = arguments.files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))
     task = Translator if arguments.scoring.score is None else Scorer
-    loaded = load_models(arguments.workdir, **vars(search))
+    model, tokenizer, config = load_models(arguments.workdir, **vars(search))
+    languages = arguments.files.source_language, arguments.files.target_language
+    loaded = model, tokenizer.with_languages(*languages), config
     models: Translator | Scorer = task(*loaded, devices=devices)
     aligner: Scorer | None = None
     if results.alignments:

@@ -32,6 +32,10 @@ class Request:
     text: str
     prefix: str = ""
     """Text that the translation must begin with."""
+    source_language: str = ""
+    """Language code of the text, for a many-to-many model; '': the tokenizer's default."""
+    target_language: str = ""
+    """Language code of the translation; '': the tokenizer's default."""
     number: int = 0
     """Line number, used in messages and as the sampling seed. 0 stands for the line's position in
     the stream, counting from 1.
@@ -179,8 +183,12 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
     # prefix may be null.
     prefix = "" if record.target is not None or not text.strip() else values.get("prefix") or ""
     check_text(prefix, f"{where}: field 'prefix'")
+    codes: dict[str, Any] = {}
+    for name in ("source_language", "target_language"):
+        codes[name] = values.get(name) or ""
+        check_text(codes[name], f"{where}: field {name!r}")
     text, prefix = text.replace("\n", " "), prefix.replace("\n", " ")
-    return replace(record, text=text, prefix=prefix, fields=_fields(record.text))
+    return replace(record, text=text, prefix=prefix, fields=_fields(record.text), **codes)
 
 
 def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -89,7 +89,9 @@ class Scorer:
         scored = self.score_tokens(list(zip(self.tokenizer.source.encode(sources), encoded)))
         alpha, offset = self.config.length_penalty, self.config.length_offset
         translations = []
+        num_free = len(self.tokenizer.target.first_ids())  # the language, as in the search
         for text, tokens, log_probs in zip(targets, encoded, scored):
+            log_probs = np.where(np.arange(len(log_probs)) < num_free, 0, log_probs)
             log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
             score = log_prob / float(length_divisor(length, alpha, offset))
             names = tuple(self.tokenizer.target.tokens(tokens))

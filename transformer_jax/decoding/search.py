@@ -133,6 +133,10 @@ class Method(Section, ABC):
     """
     length_offset: NonNegative = 5.0
     """c in the length penalty."""
+    free_prefix: Count = 0
+    """Number of tokens at the start of each prefix whose log-probability counts as 0, such as the
+    language that a many-to-many model translates to.
+    """
 
     # True if beams never mix. Otherwise the search starts with one empty hypothesis, because others
     # would be duplicates.
@@ -319,6 +323,10 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
     forced_B1 = jnp.take_along_axis(state.prefix_BP, position_B1, axis=1, mode="clip")
     is_last_B = state.position_B + 1 >= state.limit_B
     forced_R = jnp.repeat(jnp.where(is_last_B, method.eos_id, forced_B1[:, 0]), W)
+    if method.free_prefix:
+        forced_value_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R[:, None], 0), axis=1)
+        is_free_R = (forced_R >= 0) & (position_R < method.free_prefix)
+        normalizer_R1 = jnp.where(is_free_R[:, None], forced_value_R1, normalizer_R1)
     logits_RV = method.constraints.apply(
         logits_RV,
         tokens_RL=jax.lax.collapse(state.live.tokens_BWL, 0, 2),

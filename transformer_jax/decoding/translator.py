@@ -19,6 +19,7 @@ from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.segments import joint, split
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.saved_models.remote_workdir import pretrained_workdir
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.special_ids import UNK_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -57,8 +58,10 @@ class Translator:
         self._longest_prefix = min(self.config.max_extra_length, positions)
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
+        free = 1 if tokenizer.languages.tokens or tokenizer.languages.target else 0
         self.engines = [
-            Engine(model, share, suppress=suppress, device=device) for device in devices or [None]
+            Engine(model, share, suppress=suppress, free_prefix=free, device=device)
+            for device in devices or [None]
         ]
 
     @classmethod
@@ -71,6 +74,31 @@ class Translator:
     ) -> Self:
         """Load the model of a training run, or an ensemble. See ``load_models`` for ``chosen``."""
         return cls(*load_models(workdir, **chosen), devices=devices)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        source_language: str = "",
+        target_language: str = "",
+        devices: Sequence[jax.Device] = (),
+        **chosen: Any,
+    ) -> Self:
+        """Load a pretrained model: NLLB, M2M100, T5, BART, OPUS-MT and others (docs/interop.md).
+
+        Args:
+          name: a name on the Hugging Face Hub, such as ``google/flan-t5-base``, with ``@REVISION``
+            if necessary, or a folder in transformers' format. The import is kept in the cache.
+          source_language, target_language: codes of a many-to-many model.
+          chosen: fields of ``DecodingConfig``.
+
+        Raises:
+          UserError: the model cannot be downloaded, or its family is not supported.
+        """
+        model, tokenizer, config = load_models(pretrained_workdir(name), **chosen)
+        tokenizer = tokenizer.with_languages(source_language, target_language)
+        return cls(model, tokenizer, config, devices=devices)
 
     @property
     def parameters(self) -> Any:
@@ -138,15 +166,17 @@ class Translator:
         if not request.text.strip():
             return []
         limit = self.engines[0].longest_source - 1  # EOS takes one position
-        [tokens] = segments = self.tokenizer.source.encode([request.text])
+        first = self.tokenizer.source.first_ids(request.source_language)
+        [tokens] = segments = self.tokenizer.source.encode([request.text], first=first)
         if len(tokens) > limit:
-            segments = split(request.text, limit, self.tokenizer)
+            segments = split(request.text, limit, self.tokenizer, first)
             said = "Line %d has %d tokens; the maximum is %d, so it is translated in %d segments."
             logger.warning(said, request.number, len(tokens), limit, len(segments))
         return [
             Sentence(
                 segment,
-                [] if i else prefix,
+                # Only the language begins every segment.
+                prefix[: self.engines[0].method.free_prefix] if i else prefix,
                 seed=(request.number + 1_000_003 * i) % 2**32,
                 wanted=max(1, num_hypotheses),
             )
@@ -190,9 +220,18 @@ class Translator:
         line = f"Line {request.number}" if request.number else "The text"
         check_text(request.text, line)
         check_text(request.prefix, f"{line}: prefix")
-        if not request.prefix or not request.text.strip():
+        self.tokenizer.source.first_ids(request.source_language, f"{line}: source_language")
+        field = f"{line}: target_language"
+        first = self.tokenizer.target.first_ids(request.target_language, field)
+        if self.tokenizer.languages.tokens and not first:
+            raise UserError(
+                f"{field} is ''; expected one of: {', '.join(self.tokenizer.languages.tokens)}."
+            )
+        if not request.text.strip():
             return []
-        [prefix] = self.tokenizer.target.encode([request.prefix])
+        if not request.prefix:
+            return first
+        [prefix] = self.tokenizer.target.encode([request.prefix], first=())
         said = f"{line}: prefix {short_repr(request.prefix)}"
         if UNK_ID in prefix:
             tokens = short_repr(" ".join(self.tokenizer.target.tokens(prefix)))
@@ -202,4 +241,4 @@ class Translator:
                 f"{said} has {len(prefix)} tokens; expected at most {self._longest_prefix} "
                 "(decoding.max_extra_length or, with learned positions, model.max_positions - 1)."
             )
-        return prefix
+        return first + prefix

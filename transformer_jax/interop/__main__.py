@@ -50,24 +50,37 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Convert a Hugging Face MarianMT folder, such as an OPUS-MT model, to a model folder for
-    decode.py and train.py --training.start-from.
+    """Convert a pretrained model in transformers' format (OPUS-MT, M2M100, NLLB, T5, BART, ...) to
+    a model folder for decode.py and train.py --training.start-from.
     """
 
     input: str
-    """Folder with config.json, vocab.json, source.spm, target.spm, and model.safetensors or
-    pytorch_model.bin.
+    """Name of a model on the Hugging Face Hub, or a folder with config.json, model.safetensors or
+    its shards, and the tokenizer's files.
     """
     workdir: str
     """New or empty model folder to write to."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub. Default: the main branch."""
+    source_language: str = ""
+    """Many-to-many models: language code of the source by default."""
+    target_language: str = ""
+    """Many-to-many models: language code of the target by default."""
+    allow_pickle: bool = False
+    """OPUS-MT: also read pytorch_model.bin, a pickle, if there is no model.safetensors."""
 
     def run(self) -> None:
         """Write the model folder."""
         from transformer_jax import save_model
+        from transformer_jax.interop.hub import find_pretrained
         from transformer_jax.interop.huggingface_import import import_huggingface
 
         with _new_folder(self.workdir, "workdir") as folder:
-            config, model, tokenizer = import_huggingface(Path(self.input), lazy=True)
+            pickles = self.allow_pickle
+            source = find_pretrained(self.input, revision=self.revision, allow_pickle=pickles)
+            loaded = import_huggingface(source, lazy=True, allow_pickle=pickles)
+            config, model, tokenizer = loaded
+            tokenizer = tokenizer.with_languages(self.source_language, self.target_language)
             save_model(folder, config, model, tokenizer)
         logger.info("Translate:  python decode.py --workdir %s", self.workdir)
         start = f"--config {self.workdir}/config.json --training.start-from {self.workdir}"

@@ -56,19 +56,20 @@ _TYPES["activation_function"] = str
 
 
 def import_huggingface(
-    folder: Path, *, lazy: bool = False
+    folder: Path, *, lazy: bool = False, allow_pickle: bool = False
 ) -> tuple[Config, Transformer, Tokenizer]:
     """Load a pretrained model of a family in ``families.py`` or an OPUS-MT model (MarianMT).
 
     ``save_model`` writes the result as a model folder. Token ids are renumbered, because this
     package has fixed ids for PAD, BOS, EOS and UNK. The model computes the same function. If
-    ``lazy``, parameters are read when they are saved, one at a time, except for OPUS-MT.
+    ``lazy``, parameters are read when they are saved, one at a time, except for OPUS-MT. With
+    ``allow_pickle``, OPUS-MT models are also read from pytorch_model.bin, by PyTorch.
 
     Raises:
       UserError: a file, setting or tensor is missing, unexpected or unsupported.
     """
     if read_json(folder / "config.json").get("model_type") == "marian":
-        return _import_marian(folder)
+        return _import_marian(folder, allow_pickle)
     pretrained = Pretrained(folder)
     shape = pretrained.model_config()
     graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))), nnx.Param)
@@ -78,7 +79,7 @@ def import_huggingface(
     return pretrained.config(shape), model, pretrained.tokenizer()
 
 
-def _import_marian(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
+def _import_marian(folder: Path, allow_pickle: bool) -> tuple[Config, Transformer, Tokenizer]:
     """Load an OPUS-MT model, which has one vocabulary, sinusoidal positions, and one matrix tied
     across both embeddings and the softmax.
     """
@@ -95,7 +96,7 @@ def _import_marian(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
         attention_bias=True,
         softmax_bias=True,
     )
-    weights = _read_weights(folder, shape)
+    weights = _read_weights(folder, shape, allow_pickle)
     ids = np.array(list(rows.values()))
     for name in ("target_embedding.matrix", "softmax_bias"):
         zero_row = np.zeros_like(weights[name][:1])  # for missing tokens (id -1)
@@ -161,9 +162,9 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
     return rows | {token: id_ for id_, token in token_of.items() if id_ not in rows.values()}
 
 
-def _read_weights(folder: Path, shape: ModelConfig) -> Weights:
+def _read_weights(folder: Path, shape: ModelConfig, allow_pickle: bool) -> Weights:
     """Read plain weights, with the d_model dimensions in our order."""
-    tensors, kept = _read_tensors(folder), LIBRARY.names["target_embedding.matrix"]
+    tensors, kept = _read_tensors(folder, allow_pickle), LIBRARY.names["target_embedding.matrix"]
     for alias in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
         if f"{alias}.weight" in tensors:  # files store the tied matrix under any of these names
             tensors.setdefault(kept, tensors.pop(f"{alias}.weight"))
@@ -179,9 +180,14 @@ def _read_weights(folder: Path, shape: ModelConfig) -> Weights:
     return reordered(weights, np.argsort(sines_first(shape.d_model)))
 
 
-def _read_tensors(folder: Path) -> Weights:
+def _read_tensors(folder: Path, allow_pickle: bool) -> Weights:
     file = folder / "model.safetensors"
-    if not file.exists():
+    if not file.exists() and (folder / "pytorch_model.bin").exists():
+        if not allow_pickle:
+            raise UserError(
+                f"{str(folder)!r} has pytorch_model.bin, a pickle, but no model.safetensors; "
+                "download that file, or pass --allow-pickle if you trust this one."
+            )
         file = folder / "pytorch_model.bin"
     try:
         if file.suffix == ".safetensors":

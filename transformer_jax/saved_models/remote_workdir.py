@@ -8,6 +8,7 @@ manifest is incomplete. Tokenized corpora are not copied.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -45,10 +46,13 @@ def local_workdir(workdir: str | Path) -> Path:
     """Return a local folder for reading a work directory, a model folder or a checkpoint.
 
     A URL is copied first: small files and the model or, without ``model/``, the parameters of the
-    last checkpoint.
+    last checkpoint. A pretrained model, hf://NAME or hf://NAME@REVISION, is downloaded and
+    imported.
     """
     if not is_url(str(workdir)):
         return existing_folder(workdir)
+    if str(workdir).startswith("hf://"):
+        return pretrained_workdir(str(workdir).removeprefix("hf://"))
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
     folder, store = cached_folder(url, "read"), remote_path(url)
     # Readers of the same URL on this machine share the folder and take turns.
@@ -68,6 +72,25 @@ def local_workdir(workdir: str | Path) -> Path:
             steps = [int(step)] if step.isdigit() else complete_steps(there)[-1:]
             mirror_checkpoints(there, here, steps, grace=_GRACE_SECONDS)
     return folder / "checkpoints" / step if step else folder
+
+
+def pretrained_workdir(name: str | Path) -> Path:
+    """Return the model folder of a pretrained model, after importing it into the cache.
+
+    ``name`` is NAME or NAME@REVISION on the Hugging Face Hub, or a folder in transformers' format
+    or a model folder.
+    """
+    # The only place where the trunk calls a branch, which a user can do without.
+    hub = importlib.import_module("transformer_jax.interop.hub")
+    source: Path = hub.find_pretrained(str(name))
+    if (source / MANIFEST).exists():
+        return source
+    newest = max((file.stat().st_mtime_ns for file in source.glob("*")), default=0)
+    folder = cached_folder(f"{source.resolve()}-{newest}", "read")
+    with locked(folder.with_suffix(".lock")):
+        if not (folder / MANIFEST).exists():
+            hub.import_into(source, folder)
+    return folder
 
 
 def cached_folder(url: str, purpose: str) -> Path:

@@ -205,6 +205,11 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     """Unicode normalization before segmentation. The _cf variants also fold case; identity leaves
     the text unchanged. The nmt_ variants turn the zero-width non-joiner into a space; Persian needs
     it, so use nfkc."""
+    source_language: str = ""
+    """Fine-tuning of a many-to-many model (training.start_from): language code of the source; '':
+    that of the model."""
+    target_language: str = ""
+    """Fine-tuning of a many-to-many model: language code of the target; '': that of the model."""
     user_defined_symbols: tuple[str, ...] = ()
     """Tokens that are never split, such as tags (<2de>) or placeholders. They do not have to occur
     in the training text. If a long line is translated in segments, each segment repeats the symbols

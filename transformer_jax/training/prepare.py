@@ -162,7 +162,9 @@ def build_files(
         tokenizer = load_tokenizer(run_dir.folder, checkpoint)
     else:
         if start:
-            tokenizer = start[1].with_symbols(config.tokenizer.user_defined_symbols)
+            its = config.tokenizer
+            tokenizer = start[1].with_symbols(its.user_defined_symbols)
+            tokenizer = tokenizer.with_languages(its.source_language, its.target_language)
         else:
             log.info("Preparing the tokenizer.")
             tokenizer = Tokenizer.train(texts["train"].pairs(), config.tokenizer)
