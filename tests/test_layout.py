@@ -29,6 +29,7 @@ TRUNK = [
     "devices.distributed",
     "tokenization.special_ids",
     "tokenization.subword_sampling",
+    "tokenization.rust_tokenizer",
     "tokenization.subword_model",
     "tokenization.tokenizer",
     "data.files",

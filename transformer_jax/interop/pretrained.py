@@ -37,8 +37,7 @@ from transformer_jax.interop.weights import (
     sines_first,
     transposed,
 )
-from transformer_jax.support import RustTokenizer, short_repr
-from transformer_jax.tokenization.tokenizer import Languages
+from transformer_jax.support import Languages, RustTokenizer, short_repr
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
 NEVER = np.float32(-100)

@@ -144,14 +144,13 @@ class MultiHeadAttention(nnx.Module):
         d_v: int | None = None,
         use_bias: bool = False,
         dropout: float = 0.0,
-        scale: bool = True,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         """Create the projections. ``d_k`` and ``d_v`` default to ``d_model / num_heads``.
 
-        ``dropout`` is applied to the attention weights. Without ``scale``, scores are not divided
-        by sqrt(d_k). Raises ``UserError`` for values that ``ModelConfig`` does not accept.
+        ``dropout`` is applied to the attention weights. Raises ``UserError`` for values that
+        ``ModelConfig`` does not accept.
         """
         config = ModelConfig(
             d_model=d_model,
@@ -169,8 +168,8 @@ class MultiHeadAttention(nnx.Module):
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
         self.qkv: Projection | None = nnx.data(None)  # see ``merge_projections``
         self.dropout = dropout
-        # Queries are multiplied by this before attention divides their scores by sqrt(d_k).
-        self.query_scale = 1.0 if scale else d_k**0.5
+        # Factor of the queries, before their scores are divided by sqrt(d_k).
+        self.query_scale = 1.0
         self.sow_weights = False
 
     @checked

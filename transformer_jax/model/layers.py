@@ -158,17 +158,19 @@ class FeedForward(nnx.Module):
 
 
 def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
-    return MultiHeadAttention(
+    attention = MultiHeadAttention(
         config.d_model,
         config.num_heads,
         d_k=config.head_width_k,
         d_v=config.head_width_v,
         use_bias=config.attention_bias,
         dropout=config.attention_dropout,
-        scale=config.attention_scale,
         dtype=compute_dtype(config),
         rngs=rngs,
     )
+    if not config.attention_scale:
+        attention.query_scale = config.head_width_k**0.5
+    return attention
 
 
 class EncoderLayer(nnx.Module):

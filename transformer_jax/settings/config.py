@@ -83,11 +83,11 @@ class ModelConfig(Section, prefix="model."):
     or no embeddings but a relative position bias in self-attention, as in T5."""
     max_positions: Positive = 1024
     """Number of learned positions. Other positions have no limit."""
-    position_offset: Count = 0
+    position_offset: Literal[0] | Size = 0
     """Position of the first token in the table of sinusoids or learned positions (2 in fairseq)."""
     relative_buckets: Few = 32
     """relative: number of distance buckets, each with one bias per head."""
-    relative_distance: Positive = 128
+    relative_distance: Size = 128
     """relative: distances from this value on share one bucket."""
     relative_bias: Literal["shared", "layer"] = "shared"
     """relative: one bias for all layers of the encoder and one for the decoder (T5), or one for

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sentencepiece
 
@@ -19,6 +19,8 @@ from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.storage.files import local_path, write_atomically
 from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenization.subword_model import SubwordModel, with_symbols
+
+T = TypeVar("T")
 
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
 _JSON, _VOCABULARY, _LANGUAGES = "tokenizer.json", "tokenizer.vocab.json", "languages.json"
@@ -107,23 +109,11 @@ class Tokenizer:
         names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
         if (directory / _JSON).exists():
             names = (_JSON,)
-        vocabulary, languages = directory / _VOCABULARY, directory / _LANGUAGES
-        try:
-            tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
-            "".join(tokens)  # raises TypeError unless they are strings
-            fields = json.loads(languages.read_bytes()) if languages.exists() else {}
-            found = Languages(**fields)
-            "".join([*found.tokens.values(), found.source, found.target])
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"{str(vocabulary)!r} or {str(languages)!r} is corrupt ({error}); restore it from "
-                "a backup."
-            ) from None
         original = directory / _PRETRAINED
         return cls(
             *(_read_model(directory / name) for name in names),
-            vocabulary=tokens,
-            languages=found,
+            vocabulary=_read_strings(directory / _VOCABULARY, _vocabulary),
+            languages=_read_strings(directory / _LANGUAGES, _languages),
             pretrained=original.read_bytes() if original.exists() else b"",
         )
 
@@ -232,6 +222,30 @@ def _read_model(path: Path, *, special_ids: bool = False) -> bytes:
             "with spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
         )
     return model
+
+
+def _read_strings(file: Path, kind: Callable[..., T]) -> T:
+    """Read a JSON file of strings as ``kind``, which makes an empty one without an argument.
+
+    Raises ``UserError`` if the file is corrupt.
+    """
+    if not file.exists():
+        return kind()
+    try:
+        return kind(json.loads(file.read_bytes()))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"{str(file)!r} is corrupt ({error}); restore it from a backup.") from None
+
+
+def _vocabulary(tokens: Sequence[str] = ()) -> Sequence[str]:
+    "".join(tokens)  # raises TypeError unless they are strings
+    return tokens
+
+
+def _languages(fields: Mapping[str, Any] = MappingProxyType({})) -> Languages:
+    languages = Languages(**fields)
+    _vocabulary([*languages.tokens.values(), *languages[1:]])
+    return languages
 
 
 def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
