@@ -300,7 +300,8 @@ class Pretrained:
             tokenizer=TokenizerConfig(vocab_size=model.vocab_size),
             # a low learning rate for fine-tuning
             optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
-            training=TrainingConfig(),
+            # as in transformers, where these biases are not parameters
+            training=TrainingConfig(freeze=("softmax_bias",) if model.softmax_bias else ()),
             data=DataConfig(max_source_length=limit, max_target_length=limit),
             decoding=dataclasses.replace(decoding, max_source_length=longest),
         )
