@@ -87,10 +87,12 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
 
     enable_compilation_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s
-    models = {}
-    for workdir, pair, search in served:
-        models[pair] = AsyncTranslator.from_workdir(workdir, **vars(search))
-        log.info("%s: %s from %s", pair, models[pair].translator, workdir)
+    models: dict[Any, AsyncTranslator] = {}
+    for workdir, pairs, search in served:
+        model = AsyncTranslator.from_workdir(workdir, **vars(search))
+        models |= dict.fromkeys(pairs, model)
+        pair = pairs[0] if len(pairs) == 1 else f"{len(pairs)} language pairs"
+        log.info("%s: %s from %s", pair, model.translator, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from typing import Annotated, NamedTuple
 
 import tyro
@@ -37,7 +38,7 @@ class Served(NamedTuple):
     """A model to serve."""
 
     workdir: str
-    pair: Pair
+    pairs: Sequence[Pair]
     search: DecodingConfig
     """The run's search settings, overridden by flags."""
 
@@ -49,7 +50,8 @@ class Arguments:
     workdir: tuple[str, ...] = ()
     """Work directories of training runs, or their URLs; one model per language pair."""
     languages: tuple[str, ...] = ("source-target",)
-    """Language pair of each model, such as en-de or en-pt-BR."""
+    """Language pair of each model, such as en-de or en-pt-BR; all for all pairs of a many-to-many
+    model."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = 8000
@@ -89,34 +91,47 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
         if not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
     pairs = _pairs(arguments)
-    from transformer_jax import local_workdir  # loads JAX, which --help does not need
+    from transformer_jax import Tokenizer, local_workdir  # loads JAX, which --help does not need
 
     served = []
     for workdir, pair in zip(arguments.workdir, pairs):
         folder = local_workdir(workdir)
         defaults = {"search": load_config_file(folder).decoding}
         search = parse_flags(Arguments, argv, defaults=defaults).search
-        served.append(Served(str(folder), pair, search))
+        found = [pair] if pair else _all_pairs(Tokenizer.load_languages(folder), workdir)
+        served.append(Served(str(folder), found, search))
     return arguments, served
 
 
-def _pairs(a: Arguments) -> list[Pair]:
-    """Return the language pair of each model. Raises ``UserError`` for duplicate pairs."""
+def _all_pairs(codes: Sequence[str], workdir: str) -> list[Pair]:
+    if not codes:
+        raise UserError(
+            f"--languages is 'all' for {workdir!r}, which is not a many-to-many model; expected a "
+            "pair, such as en-de."
+        )
+    return [Pair(*pair) for pair in permutations(codes, 2)]
+
+
+def _pairs(a: Arguments) -> list[Pair | None]:
+    """Return the language pair of each model, None for all. Raises ``UserError`` for duplicates."""
     if len(a.languages) != len(a.workdir):
         raise UserError(
             f"--languages has {len(a.languages)} pair(s) for {len(a.workdir)} work directories; "
             "expected one pair per directory, in the same order, such as --languages en-de fr-de."
         )
-    pairs, workdir_of = list[Pair](), dict[tuple[str, ...], str]()
+    pairs, workdir_of = list[Pair | None](), dict[tuple[str, ...], str]()
     for text, workdir in zip(a.languages, a.workdir):
+        if text == "all":
+            pairs.append(None)
+            continue
         found = _PAIR.fullmatch(text)
         if not found:
             raise UserError(
                 f"--languages has {short_repr(text)}; expected pairs of codes, such as en-de or "
                 "en-pt-BR."
             )
-        pairs.append(Pair(*found.groups()))
-        key = tuple(map(folded, pairs[-1]))
+        pairs.append(pair := Pair(*found.groups()))
+        key = tuple(map(folded, pair))
         if first := workdir_of.get(key):
             raise UserError(
                 f"{first!r} and {workdir!r} both translate {text}; expected one model per "

@@ -72,11 +72,12 @@ class Service:
         max_characters: int,
     ):
         self.models = dict(models)
+        self._searches = list({id(model): model for model in models.values()}.values())
         self.max_queue, self.max_characters = max_queue, max_characters
         self.num_accepted = 0
         self._status: State = "compiling"
         self.registry = CollectorRegistry()
-        searches = [model.workers for model in self.models.values()]
+        searches = [model.workers for model in self._searches]
         for name, said, value in (
             ("sentences_accepted", "Sentences in progress.", lambda: self.num_accepted),
             (
@@ -97,7 +98,7 @@ class Service:
         """Compile all models and start their searches. Failures are logged and set ``status``."""
         start = time.perf_counter()
         try:
-            for model in self.models.values():
+            for model in self._searches:
                 model.start()
         except Exception:
             logger.exception("Compilation failed.")
@@ -108,13 +109,13 @@ class Service:
 
     def close(self) -> None:
         """Stop all searches."""
-        for model in self.models.values():
+        for model in self._searches:
             model.close()
 
     @property
     def status(self) -> State:
         """Current status; "failed" if any search has failed."""
-        if any(model.workers.failure for model in self.models.values()):
+        if any(model.workers.failure for model in self._searches):
             return "failed"
         return self._status
 
@@ -182,13 +183,16 @@ class Service:
         """Split the texts of a query into sentences, and those into segments of tokens."""
         model = self.models[pair]
         translator, texts = model.translator, []
-        translator.check(Request("", query.prefix))
+        many = bool(translator.tokenizer.languages.tokens)
+        names = ("source_language", "target_language") if many else ()
+        languages: dict[str, Any] = dict(zip(names, pair))
+        translator.check(Request("", query.prefix, **languages))
         for text in query.texts:
-            translator.check(Request(text))
+            translator.check(Request(text, **languages))
             tag, rest = _split_tag(text, model)
             its_cut = cut(rest, language=pair.source, split=query.split)
             requests = [
-                Request(tag + sentence, "" if i else query.prefix, number=1)
+                Request(tag + sentence, "" if i else query.prefix, number=1, **languages)
                 for i, sentence in enumerate(its_cut.sentences)
             ]
             most = 1 + query.alternatives

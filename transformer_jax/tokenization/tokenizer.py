@@ -117,6 +117,11 @@ class Tokenizer:
             pretrained=original.read_bytes() if original.exists() else b"",
         )
 
+    @staticmethod
+    def load_languages(directory: str | Path) -> Sequence[str]:
+        """Return the language codes of a saved tokenizer, without loading the rest."""
+        return list(_read_strings(Path(directory) / _LANGUAGES, _languages).tokens)
+
     def with_languages(self, source: str = "", target: str = "") -> Tokenizer:
         """Return a copy whose lines are in these languages by default ("": no change).
 
