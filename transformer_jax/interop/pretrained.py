@@ -24,6 +24,7 @@ from transformer_jax import (
     TrainingConfig,
     Transformer,
     UserError,
+    sinusoidal_positions,
 )
 from transformer_jax.interop.families import ACTIVATIONS, FAMILIES, Family
 from transformer_jax.interop.files import LazyArray, open_tensors, read_json
@@ -242,6 +243,10 @@ class Pretrained:
                     continue
                 x = x[None]
             tensors[names[ours]] = np.ascontiguousarray(transposed(ours, x))
+        if order_D is not None:  # transformers also saves the sinusoids
+            table_LD = sinusoidal_positions(self.theirs["max_position_embeddings"], config.d_model)
+            for side in ("encoder", "decoder"):
+                tensors[f"model.{side}.embed_positions.weight"] = table_LD[:, order_D].copy()
         return tensors
 
     def _check_unused(self, used: set[str]) -> None:
