@@ -187,7 +187,7 @@ class Pretrained:
         found, used = {}, set()
         for path, shape in parameter_shapes(config).items():
             ours = parameter_name(path)
-            theirs = names[ours]
+            theirs = names.get(ours, ours)
             tensor = self._tensors.get(theirs)
             expected = transposed(ours, np.broadcast_to(0, plain_shape(ours, shape))).shape
             if ours.endswith(_VOCABULARY_WEIGHTS):
@@ -209,7 +209,11 @@ class Pretrained:
 
     def _names(self, config: ModelConfig) -> dict[str, str]:
         """Map the names of our parameters to theirs."""
-        names = library_names(parameter_shapes(config), self.family.library)
+        library = self.family.library
+        paths = parameter_shapes(config).keys()
+        if "softmax_bias" not in library.names:  # only for tokens that they do not have
+            paths -= {("softmax_bias",)}
+        names = library_names(paths, library)
         if config.is_gated:  # T5's first matrix has another name then
             return {ours: theirs.replace(".wi.", ".wi_1.") for ours, theirs in names.items()}
         return names
@@ -239,7 +243,7 @@ class Pretrained:
             if ours.endswith(_VOCABULARY_WEIGHTS):
                 x = x[self.rows.ours]
             if ours == "softmax_bias":
-                if ours not in self.family.library.names:  # only for tokens that they do not have
+                if ours not in names:
                     continue
                 x = x[None]
             tensors[names[ours]] = np.ascontiguousarray(transposed(ours, x))
