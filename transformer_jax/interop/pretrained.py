@@ -162,8 +162,6 @@ class Pretrained:
             untied = theirs.get("tie_word_embeddings") is False
             scales = theirs.get("scale_decoder_outputs", not untied)
             fields["output_scale"] = scales and self.kind != "mt5"
-        if fields.get("positions") == "learned":
-            fields["max_positions"] = theirs["max_position_embeddings"]
         fields["softmax_bias"] = fields.get("softmax_bias", False) or -1 in self.rows.theirs
         fields["decoder_start"] = self.rows.start
         return ModelConfig(
