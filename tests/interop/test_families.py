@@ -319,7 +319,7 @@ def test_the_exact_beam_search_equals_early_stopping_never(case: str, tmp_path: 
         forced_eos_token_id=family.theirs.config.eos_token_id,
     )
     pairs = [(its, *each) for [its], each in zip(ours, theirs, strict=True) if len(each[0]) < LIMIT]
-    assert len(pairs) > 10
+    assert len(pairs) > 7
     for its, tokens, score in pairs:
         assert its.tokens == tokens
         np.testing.assert_allclose(its.score, score, rtol=1e-5)
