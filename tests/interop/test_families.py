@@ -602,3 +602,14 @@ def test_languages(nllb: Path) -> None:
         for codes in ((code, ""), ("", code)):
             with pytest.raises(UserError, match=f"{code}'.* eng_Latn"):
                 tokenizer.with_languages(*codes)
+
+
+def test_a_translator_from_a_folder(nllb: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines, codes = LINES[:3], families.languages("nllb")
+    for source, target in (codes, codes[::-1]):
+        translator = Translator.from_pretrained(
+            nllb, source_language=source, target_language=target, beam_size=2, batch_size=3
+        )
+        for [its] in translator.stream(lines):
+            assert its.tokens[0] == target

@@ -207,10 +207,9 @@ class Pretrained:
 
     def _names(self, config: ModelConfig) -> dict[str, str]:
         """Map the names of our parameters to theirs."""
-        library = self.family.library
-        paths = parameter_shapes(config).keys()
+        library, paths = self.family.library, set(parameter_shapes(config))
         if "softmax_bias" not in library.names:  # only for tokens that they do not have
-            paths -= {("softmax_bias",)}
+            paths.discard(("softmax_bias",))
         names = library_names(paths, library)
         if config.is_gated:  # T5's first matrix has another name then
             return {ours: theirs.replace(".wi.", ".wi_1.") for ours, theirs in names.items()}
