@@ -30,6 +30,7 @@ SLOW = [
         "training/test_processes",
         "training/test_loop",
         "training/test_step",
+        "interop/test_families",
         "test_library_examples",
         "serving/test_page",
         "decoding/test_engine",

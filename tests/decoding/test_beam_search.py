@@ -282,11 +282,28 @@ def _log_chances(chances: dict[tuple[int, int], float]) -> np.ndarray:
     return log_probs_VV
 
 
-@jax.jit
-def _search_with_prefixes(log_probs_VV, limit_B, prefix_BP):
-    method = BeamSearch(**IDS, beam_size=2)
+@partial(jax.jit, static_argnames="free_prefix")
+def _search_with_prefixes(log_probs_VV, limit_B, prefix_BP, free_prefix=0):
+    method = BeamSearch(**IDS, beam_size=2, free_prefix=free_prefix)
     step = lambda tokens_BW, cache: (log_probs_VV[tokens_BW], cache)  # noqa: E731
     return search(method, step, (), limit_B=limit_B, max_length=6, prefix_BP=prefix_BP)
+
+
+@pytest.mark.parametrize(("free_prefix", "free"), [(0, 1.0), (1, 0.1), (2, 0.02), (3, 0.02)])
+def test_a_free_prefix_has_log_probability_0(free_prefix, free):
+    """Tokens after a shorter prefix count. Impossible tokens stay impossible."""
+    chances = {(BOS, 3): 0.1, (BOS, 4): 0.9, (3, 4): 0.2, (3, EOS): 0.8, (4, EOS): 1.0}
+    log_probs_VV, prefixes = _log_chances(chances), np.array([[3, 4], [3, -1], [-1, -1], [4, 4]])
+    *found, impossible = chains.hypotheses(
+        _search_with_prefixes(log_probs_VV, np.full(4, 6), prefixes, free_prefix)
+    )
+    assert impossible == []
+    best = [its[0] for its in found]
+    assert [tokens for tokens, _, _ in best] == [(3, 4, EOS), (3, EOS), (4, EOS)]
+    expected = [0.02 / free, 0.08 / max(free, 0.1), 0.9]
+    np.testing.assert_allclose([log_prob for *_, log_prob in best], np.log(expected), rtol=1e-5)
+    for tokens, score, log_prob in best:
+        assert score == pytest.approx(log_prob / float(length_divisor(len(tokens), 0.6)), rel=1e-5)
 
 
 @pytest.mark.parametrize(

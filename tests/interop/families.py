@@ -37,12 +37,20 @@ _T5: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "m2m_100": ("M2M100", _FAIRSEQ),
     "nllb": ("M2M100", _FAIRSEQ | {"scale_embedding": False}),
-    "bart": ("Bart", _FAIRSEQ),
+    "bart": ("Bart", _FAIRSEQ | {"normalize_before": False, "normalize_embedding": True}),
     "mbart": (
         "MBart",
-        _FAIRSEQ | {"d_model": 16, "scale_embedding": True, "decoder_start_token_id": 2},
+        _FAIRSEQ
+        | {"normalize_before": True, "normalize_embedding": True}
+        | {"d_model": 16, "scale_embedding": True, "decoder_start_token_id": 2}
+        | {"tokenizer_class": "MBart50Tokenizer"},
     ),
-    "pegasus": ("Pegasus", _FAIRSEQ | {"scale_embedding": True}),
+    "pegasus": (
+        "Pegasus",
+        _FAIRSEQ
+        | {"normalize_before": True, "normalize_embedding": False}
+        | {"scale_embedding": True, "pad_token_id": 0, "eos_token_id": 1},
+    ),
     "t5": ("T5", _T5),
     "t5 1.1": ("T5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("MT5", _T5 | {"feed_forward_proj": "gated-gelu"}),
@@ -61,23 +69,31 @@ def languages(case: str) -> list[str]:
     return found.get(case, ["en_XX", "de_DE"] if case == "mbart" else [])
 
 
-def write(case: str, folder: Path, seed: int = 0) -> Any:
-    """Save a model of this family to ``folder``. Returns it."""
+# With these seeds, outputs differ and many end before the limit.
+_SEEDS = {"m2m_100": 11, "bart": 3, "mbart": 1, "pegasus": 18, "t5": 2, "t5 1.1": 1, "mt5": 1}
+
+
+def write(case: str, folder: Path, *, spare: int | None = None) -> Any:
+    """Save a model of this family to ``folder``. Returns it.
+
+    ``spare``: rows of the embedding matrix without a token; T5 has such rows.
+    """
     name, fields = CASES[case]
     tokens = [*special_tokens(case), *WORDS, *languages(case)]
-    spare = 0 if languages(case) else 3  # rows without a token, as in T5
+    if spare is None:
+        spare = 3 if "T5" in name else 0
     config_class = getattr(transformers, f"{name}Config")
-    if name == "Pegasus":
-        fields = fields | {"pad_token_id": 0, "eos_token_id": 1}
     config = config_class(vocab_size=len(tokens) + spare, **fields)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(_SEEDS.get(case, 0))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if name == "Pegasus" and "embed_positions" in parameter_name:
                 continue
             norm = "norm" in parameter_name and parameter_name.endswith("weight")
             spread = 0.3 if parameter.ndim > 1 else 0.2
+            if parameter_name.endswith("Attention.q.weight"):  # T5 does not scale dot products
+                spread *= config.d_kv**-0.5
             noise = spread * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise + (1.0 if norm else 0.0))
         if hasattr(model, "final_logits_bias"):
@@ -92,7 +108,11 @@ def write(case: str, folder: Path, seed: int = 0) -> Any:
     fast.decoder = decoders.Metaspace()
     fast.add_special_tokens([*special_tokens(case), *languages(case)])
     fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({}))
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    if "<s>" in tokens:
+        special["bos_token"] = "<s>"
+    settings = special | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return model
 
 

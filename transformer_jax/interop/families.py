@@ -45,6 +45,7 @@ _FIELDS = {
     "attention_dropout": "attention_dropout",
     "activation_dropout": "feed_forward_dropout",
     "scale_embedding": "embedding_scale",
+    "max_position_embeddings": "max_positions",
 }
 _LAYER = {
     "self_attention.query": "self_attn.q_proj.{}",

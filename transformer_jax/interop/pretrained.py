@@ -24,6 +24,7 @@ from transformer_jax import (
     TrainingConfig,
     Transformer,
     UserError,
+    sinusoidal_positions,
 )
 from transformer_jax.interop.families import ACTIVATIONS, FAMILIES, Family
 from transformer_jax.interop.files import LazyArray, open_tensors, read_json
@@ -161,8 +162,6 @@ class Pretrained:
             untied = theirs.get("tie_word_embeddings") is False
             scales = theirs.get("scale_decoder_outputs", not untied)
             fields["output_scale"] = scales and self.kind != "mt5"
-        if fields.get("positions") == "learned":
-            fields["max_positions"] = theirs["max_position_embeddings"]
         fields["softmax_bias"] = fields.get("softmax_bias", False) or -1 in self.rows.theirs
         fields["decoder_start"] = self.rows.start
         return ModelConfig(
@@ -186,7 +185,7 @@ class Pretrained:
         found, used = {}, set()
         for path, shape in parameter_shapes(config).items():
             ours = parameter_name(path)
-            theirs = names[ours]
+            theirs = names.get(ours, ours)
             tensor = self._tensors.get(theirs)
             expected = transposed(ours, np.broadcast_to(0, plain_shape(ours, shape))).shape
             if ours.endswith(_VOCABULARY_WEIGHTS):
@@ -208,7 +207,10 @@ class Pretrained:
 
     def _names(self, config: ModelConfig) -> dict[str, str]:
         """Map the names of our parameters to theirs."""
-        names = library_names(parameter_shapes(config), self.family.library)
+        library, paths = self.family.library, set(parameter_shapes(config))
+        if "softmax_bias" not in library.names:  # only for tokens that they do not have
+            paths.discard(("softmax_bias",))
+        names = library_names(paths, library)
         if config.is_gated:  # T5's first matrix has another name then
             return {ours: theirs.replace(".wi.", ".wi_1.") for ours, theirs in names.items()}
         return names
@@ -238,10 +240,14 @@ class Pretrained:
             if ours.endswith(_VOCABULARY_WEIGHTS):
                 x = x[self.rows.ours]
             if ours == "softmax_bias":
-                if ours not in self.family.library.names:  # only for tokens that they do not have
+                if ours not in names:
                     continue
                 x = x[None]
             tensors[names[ours]] = np.ascontiguousarray(transposed(ours, x))
+        if order_D is not None:  # transformers also saves the sinusoids
+            table_LD = sinusoidal_positions(self.theirs["max_position_embeddings"], config.d_model)
+            for side in ("encoder", "decoder"):
+                tensors[f"model.{side}.embed_positions.weight"] = table_LD[:, order_D].copy()
         return tensors
 
     def _check_unused(self, used: set[str]) -> None:
