@@ -46,9 +46,9 @@ def only_config(workdir: Path, folder: Path) -> Path:
 
 def test_languages_have_neutral_codes_by_default(workdir) -> None:
     _, [served] = checked_flags(["--workdir", str(workdir)])
-    assert served.pair == Pair("source", "target")
+    assert served.pairs == [Pair("source", "target")]
     _, [served] = checked_flags(["--workdir", str(workdir), "--languages", "en-pt_BR"])
-    assert served.pair == Pair("en", "pt_BR")
+    assert served.pairs == [Pair("en", "pt_BR")]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_languages_have_codes_with_hyphens(workdir, flag, pair) -> None:
     flags = ["--workdir", str(workdir), "--languages", flag]
     if pair:
         _, [served] = checked_flags(flags)
-        assert served.pair == pair and str(served.pair) == flag
+        assert served.pairs == [pair] and str(served.pairs[0]) == flag
     else:
         with pytest.raises(UserError, match="expected pairs of codes, such as en-de or en-pt-BR"):
             checked_flags(flags)
@@ -86,7 +86,7 @@ def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
     flags = ["--workdir", str(workdir), str(other), "--languages", "en-de", "fr-de"]
     flags += ["--length-penalty", "0.8", "--temperature", "0.5"]
     _, [first, second] = checked_flags(flags)
-    assert first.pair == Pair("en", "de") and second.pair == Pair("fr", "de")
+    assert first.pairs == [Pair("en", "de")] and second.pairs == [Pair("fr", "de")]
     changed = replace(CONFIG, length_penalty=0.8, temperature=0.5)
     assert first.search == changed
     assert second.search == replace(changed, beam_size=7, method="sample")

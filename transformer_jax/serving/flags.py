@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
@@ -100,6 +101,10 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
         search = parse_flags(Arguments, argv, defaults=defaults).search
         found = [pair] if pair else _all_pairs(Tokenizer.load_languages(folder), workdir)
         served.append(Served(str(folder), found, search))
+    models = Counter(pair for model in served for pair in model.pairs)
+    [(pair, count)] = models.most_common(1)
+    if count > 1:
+        raise UserError(f"{count} models translate {pair}; expected one per language pair.")
     return arguments, served
 
 
