@@ -95,6 +95,10 @@ def _library(*names: Mapping[str, str]) -> Library:
     return Library(merged, "model.{side}.layers.{number}.")
 
 
+MARIAN = _library({"target_embedding.matrix": "model.shared.weight"}, _BIAS)
+"""Names of MarianMT's weights."""
+
+
 def _t5_names() -> dict[str, str]:
     names = {"target_embedding.matrix": "shared.weight", "softmax_matrix": "lm_head.weight"}
     parts = {

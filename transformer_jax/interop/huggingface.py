@@ -13,10 +13,10 @@ from safetensors.numpy import save
 
 from transformer_jax import EOS_ID, PAD_ID, UNK_ID, Config, Tokenizer, Transformer
 from transformer_jax.interop.export import check_fields, write_sentencepiece
+from transformer_jax.interop.families import MARIAN
 from transformer_jax.interop.pretrained import Pretrained
 from transformer_jax.interop.search_settings import for_transformers, length_limits
 from transformer_jax.interop.weights import (
-    Library,
     plain_weights,
     reordered,
     sines_first,
@@ -25,26 +25,6 @@ from transformer_jax.interop.weights import (
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
 _POSITIONS = 1024  # length of the position table; our sinusoids have no maximum length
-LIBRARY = Library(
-    names={
-        "target_embedding.matrix": "model.shared.weight",
-        "softmax_bias": "final_logits_bias",
-        "self_attention.query": "self_attn.q_proj.{}",
-        "self_attention.key": "self_attn.k_proj.{}",
-        "self_attention.value": "self_attn.v_proj.{}",
-        "self_attention.output": "self_attn.out_proj.{}",
-        "self_attention_residual": "self_attn_layer_norm.{}",
-        "cross_attention.query": "encoder_attn.q_proj.{}",
-        "cross_attention.key": "encoder_attn.k_proj.{}",
-        "cross_attention.value": "encoder_attn.v_proj.{}",
-        "cross_attention.output": "encoder_attn.out_proj.{}",
-        "cross_attention_residual": "encoder_attn_layer_norm.{}",
-        "feed_forward.inner": "fc1.{}",
-        "feed_forward.output": "fc2.{}",
-        "feed_forward_residual": "final_layer_norm.{}",
-    },
-    layer="model.{side}.layers.{number}.",
-)
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 FIELDS = {  # config.json to ModelConfig; encoder and decoder share d_ff and the number of heads
     "d_model": "d_model",
@@ -88,7 +68,7 @@ def export_huggingface(
     )
     # MarianMT's sinusoids are the paper's, with all sines first.
     weights = reordered(plain_weights(model), sines_first(shape.d_model))
-    tensors = to_library(weights, LIBRARY)
+    tensors = to_library(weights, MARIAN)
     tensors["final_logits_bias"] = tensors["final_logits_bias"][None]  # [1, V]
     tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
     _write_weights(tensors, folder)

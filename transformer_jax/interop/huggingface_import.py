@@ -20,8 +20,9 @@ from transformer_jax import (
     Transformer,
     UserError,
 )
+from transformer_jax.interop.families import MARIAN
 from transformer_jax.interop.files import read_json
-from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, LIBRARY, NORM_EPSILON
+from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON
 from transformer_jax.interop.pretrained import NEVER, Pretrained
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
@@ -164,7 +165,7 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
 
 def _read_weights(folder: Path, shape: ModelConfig, allow_pickle: bool) -> Weights:
     """Read plain weights, with the d_model dimensions in our order."""
-    tensors, kept = _read_tensors(folder, allow_pickle), LIBRARY.names["target_embedding.matrix"]
+    tensors, kept = _read_tensors(folder, allow_pickle), MARIAN.names["target_embedding.matrix"]
     for alias in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
         if f"{alias}.weight" in tensors:  # files store the tied matrix under any of these names
             tensors.setdefault(kept, tensors.pop(f"{alias}.weight"))
@@ -173,9 +174,9 @@ def _read_weights(folder: Path, shape: ModelConfig, allow_pickle: bool) -> Weigh
     for side in ("encoder", "decoder"):  # some files store the sinusoids
         tensors.pop(f"model.{side}.embed_positions.weight", None)
     like = blank_weights(shape)
-    expected = to_library(like, LIBRARY)
+    expected = to_library(like, MARIAN)
     check_tensors(tensors, expected, f"The weights in {str(folder)!r}")
-    weights = from_library(tensors, like, LIBRARY)
+    weights = from_library(tensors, like, MARIAN)
     # MarianMT's sinusoids are the paper's, with all sines first.
     return reordered(weights, np.argsort(sines_first(shape.d_model)))
 
