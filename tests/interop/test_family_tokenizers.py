@@ -19,9 +19,8 @@ from transformers.models.mbart50 import tokenization_mbart50 as mbart50
 from transformer_jax import EOS_ID, Tokenizer, UserError
 from transformer_jax.interop.pretrained import Pretrained
 
-WORDS = (
-    "the quick brown fox jumps over lazy dog größe straße день ночь hello world 東京 مرحبا नमस्ते é"
-).split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "größe", "straße"]
+WORDS += ["день", "ночь", "hello", "world", "東京", "مرحبا", "नमस्ते", "é"]
 SPACES = [" ", "  ", "\t", "\u00a0", "\u3000", "\u200b", "\u200c", "\u2009", ""]
 SPECIAL = ["<s>", "</s>", "<pad>", "<unk>", "<mask>", "<extra_id_0>", "<extra_id_99>", "__de__"]
 SPECIAL += [

@@ -16,7 +16,7 @@ _SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model")
 
 
 def read_tokenizer(folder: Path, family: Family) -> tuple[bytes, dict[str, int]]:
-    """Return the tokenizer's model, which is tokenizer.json or SentencePiece's, and the tokens' ids.
+    """Return the content of tokenizer.json or of the SentencePiece model, and the tokens' ids.
 
     Without tokenizer.json, ids come from vocab.json (M2M100) or from the order of the SentencePiece
     model (``Family.first_tokens``), followed by the tokens that the other files add.
