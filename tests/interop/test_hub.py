@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from huggingface_hub import constants
@@ -27,8 +27,8 @@ COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 class Hub(BaseHTTPRequestHandler):
     """Serves ``folders[NAME]``. Models named private/... need a token, gated/... a grant."""
 
-    folders: dict[str, Path] = {}
-    requests: list[tuple[str, str | None]] = []
+    folders: ClassVar[dict[str, Path]] = {}
+    requests: ClassVar[list[tuple[str, str | None]]] = []
 
     def log_message(self, *_: Any) -> None:
         pass
