@@ -274,7 +274,7 @@ class Pretrained:
             return Languages({}, "<s>", "<s>")
         settings = read_json(self.folder / "tokenizer_config.json", missing_ok=True)
         token_of = {i: token for token, i in self.vocabulary.items()}
-        start = token_of.get(self.theirs.get("decoder_start_token_id"))
+        start = token_of.get(self.theirs.get("decoder_start_token_id", -1))
         its_class = str(settings.get("tokenizer_class"))
         if self.kind == "mbart" and (its_class.startswith("MBartT") or start in tokens.values()):
             raise UserError(

@@ -126,7 +126,8 @@ class Tokenizer:
             (source, self.source, "source_language"),
             (target, self.target, "target_language"),
         ):
-            side.first_ids(code, field)
+            if code:
+                side.first_ids(code, field)
         tokens = self.languages.tokens
         changed = Languages(
             tokens,
