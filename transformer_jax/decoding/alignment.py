@@ -19,7 +19,7 @@ class Alignment(NamedTuple):
     target: tuple[str, ...]
     weights_TS: np.ndarray
     source_words: Sequence[int]
-    """Word index of each source token except EOS."""
+    """Word index of each source token except EOS; -1 for a language."""
     target_words: Sequence[int]
 
     def hard(self) -> str:
@@ -28,9 +28,14 @@ class Alignment(NamedTuple):
         """
         if min(self.weights_TS.shape) < 2:
             return ""
-        best_T = self.weights_TS[:-1, :-1].argmax(axis=1)
+        is_word_S = np.array(self.source_words) >= 0
+        best_T = np.where(is_word_S, self.weights_TS[:-1, :-1], -1).argmax(axis=1)
         tokens = zip(self.target, self.target_words, best_T)  # </s> separates segments
-        pairs = {(self.source_words[best], word) for token, word, best in tokens if token != "</s>"}
+        pairs = {
+            (self.source_words[best], word)
+            for token, word, best in tokens
+            if token != "</s>" and word >= 0 and is_word_S[best]
+        }
         return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
 
@@ -50,7 +55,10 @@ def alignment(
             ["<unk>"] if word == "⁇" else side.tokens(ids)
             for word, ids in zip(its_words, side.encode(its_words, first=()))
         ]
-        words.append(word_numbers(sides[-1], encoded))
+        is_first = [token in side.first_tokens for token in sides[-1]]
+        spelled = ["</s>" if first else token for first, token in zip(is_first, sides[-1])]
+        numbers = word_numbers(spelled, encoded)
+        words.append([-1 if first else number for first, number in zip(is_first, numbers)])
     source, target = sides
     return Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, *words)
 

@@ -246,7 +246,7 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
         for block in blocks(records, size):
             found: Iterable[list[Translation]]
             if isinstance(models, Scorer):
-                scored = models.score([(record.text, record.target or "") for record in block])
+                scored = models.score([(record, record.target or "") for record in block])
                 found = ([translation] for translation in scored)
             else:
                 found = models.stream(block, num_hypotheses=results.nbest, window=size)
@@ -259,7 +259,7 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
 
 def _aligned(answers: Answers, aligner: Scorer, layer: int) -> Answers:
     for block in blocks(answers, aligner.config.batch_size):  # attention weights are large
-        pairs = [(record.text, t) for record, translations in block for t in translations]
+        pairs = [(record, t) for record, translations in block for t in translations]
         aligned = iter(aligner.align(pairs, layer=layer))
         for record, translations in block:
             yield record, list(islice(aligned, len(translations)))

@@ -18,7 +18,7 @@ from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.devices import on_device
 from transformer_jax.decoding.ensemble import Ensemble, check_vocabulary
 from transformer_jax.decoding.length_buckets import padded_length
-from transformer_jax.decoding.records import Translation, blocks, check_text
+from transformer_jax.decoding.records import Request, Translation, blocks, check_text
 from transformer_jax.decoding.search import length_divisor
 from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
@@ -70,28 +70,33 @@ class Scorer:
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
-    def score(self, pairs: Iterable[tuple[str, str]]) -> list[Translation]:
+    def score(self, pairs: Iterable[tuple[str | Request, str]]) -> list[Translation]:
         """Score (source, target) pairs. Returns each target, in order, as a ``Translation`` with
-        its log-probabilities, EOS included.
+        its log-probabilities, EOS included. A ``Request`` can have the languages of its pair.
 
         An empty line is scored as a single EOS. A pair with a sentence of more than ``longest``
         tokens gets NaN scores and a warning.
 
         Raises:
-            UserError: a source or target is not text.
+            UserError: a source or target is not text, or a language is unknown.
         """
-        pairs = list(pairs)
+        requests, targets = [], []
+        firsts, encoded = list[list[int]](), list[list[int]]()
         for number, (source, target) in enumerate(pairs, 1):
-            check_text(source, f"Line {number}: source")
-            check_text(target, f"Line {number}: target")
-        sources, targets = zip(*pairs) if pairs else ((), ())
-        encoded = self.tokenizer.target.encode(targets)
-        scored = self.score_tokens(list(zip(self.tokenizer.source.encode(sources), encoded)))
+            request, line = Request.of(source, number), f"Line {number}"
+            check_text(request.text, f"{line}: source")
+            check_text(target, f"{line}: target")
+            field = f"{line}: target_language"
+            firsts.append(self.tokenizer.target.first_ids(request.target_language, field))
+            encoded += self.tokenizer.target.encode([target], first=firsts[-1])
+            requests.append(request)
+            targets.append(target)
+        scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
         alpha, offset = self.config.length_penalty, self.config.length_offset
         translations = []
-        num_free = len(self.tokenizer.target.first_ids())  # the language, as in the search
-        for text, tokens, log_probs in zip(targets, encoded, scored):
-            log_probs = np.where(np.arange(len(log_probs)) < num_free, 0, log_probs)
+        for text, first, tokens, log_probs in zip(targets, firsts, encoded, scored):
+            # The language is free, as in the search.
+            log_probs = np.where(np.arange(len(log_probs)) < len(first), 0, log_probs)
             log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
             score = log_prob / float(length_divisor(length, alpha, offset))
             names = tuple(self.tokenizer.target.tokens(tokens))
@@ -100,24 +105,33 @@ class Scorer:
         return translations
 
     def align(
-        self, pairs: Sequence[tuple[str, Translation]], *, layer: int = -1
+        self, pairs: Sequence[tuple[str | Request, Translation]], *, layer: int = -1
     ) -> list[Translation]:
         """Add an ``alignment`` to each translation, from a second pass with teacher forcing.
 
         A pair gets no alignment if its translation is empty or either side exceeds ``longest``.
         Raises the same errors as ``align_tokens``.
         """
-        sources = self.tokenizer.source.encode([source for source, _ in pairs])
+        requests = [Request.of(source, number) for number, (source, _) in enumerate(pairs, 1)]
+        sources = self._sources(requests)
         targets = [self.tokenizer.target.ids(translation.tokens) for _, translation in pairs]
         tokens = list(zip(sources, targets))
         aligned = []
         weights = self.align_tokens(tokens, layer=layer)
-        for (source, translation), ids, weights_TS in zip(pairs, tokens, weights):
+        for request, (_, translation), ids, weights_TS in zip(requests, pairs, tokens, weights):
             if weights_TS is not None and translation.tokens:
-                found = alignment(self.tokenizer, (source, translation.text), ids, weights_TS)
+                found = alignment(self.tokenizer, (request.text, translation.text), ids, weights_TS)
                 translation = replace(translation, alignment=found)
             aligned.append(translation)
         return aligned
+
+    def _sources(self, requests: Sequence[Request]) -> list[list[int]]:
+        encoded = list[list[int]]()
+        for request in requests:
+            field = f"Line {request.number}: source_language"
+            first = self.tokenizer.source.first_ids(request.source_language, field)
+            encoded += self.tokenizer.source.encode([request.text], first=first)
+        return encoded
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
         """Return the natural log-probabilities of each target's tokens, then of EOS, in float32.

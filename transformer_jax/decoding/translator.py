@@ -223,10 +223,6 @@ class Translator:
         self.tokenizer.source.first_ids(request.source_language, f"{line}: source_language")
         field = f"{line}: target_language"
         first = self.tokenizer.target.first_ids(request.target_language, field)
-        if self.tokenizer.languages.tokens and not first:
-            raise UserError(
-                f"{field} is ''; expected one of: {', '.join(self.tokenizer.languages.tokens)}."
-            )
         if not request.text.strip():
             return []
         if not request.prefix:

@@ -31,6 +31,11 @@ class Family(NamedTuple):
     """Regular expression for the special tokens of languages; its group is the code."""
     sines_first: bool = False
     """Sinusoids are the paper's, with all sines before all cosines."""
+    first_tokens: tuple[str, ...] | None = None
+    """Tokens before those of a SentencePiece model, and ..."""
+    num_skipped: int = 0
+    """... the number of the model's own first tokens that they replace. None: not supported without
+    tokenizer.json."""
 
 
 # In fairseq's models, encoder and decoder have the same fields.
@@ -87,6 +92,8 @@ _BART = {
     "share_positions": False,
     "softmax_bias": True,
 }
+_FAIRSEQ_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
+_PEGASUS_TOKENS = ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{i}>" for i in range(2, 103)))
 _PRE_NORM = {"norm": "pre", "final_norm": True}
 
 
@@ -144,6 +151,11 @@ _T5 = {
     "embedding_scale": "none",
 }
 
+
+def _t5(name: str, **settings: Any) -> Family:
+    return Family(name, _T5_LIBRARY, _T5_FIELDS, _T5 | settings, first_tokens=())
+
+
 FAMILIES = {
     "m2m_100": Family(
         "M2M100ForConditionalGeneration",
@@ -151,6 +163,8 @@ FAMILIES = {
         _FIELDS,
         _FAIRSEQ | _PRE_NORM | {"positions": "tensor2tensor", "position_offset": 2},
         languages="__([a-z]{2,3})__|([a-z]{3}_[A-Z][a-z]{3})",
+        first_tokens=_FAIRSEQ_TOKENS,
+        num_skipped=3,
     ),
     "bart": Family(
         "BartForConditionalGeneration",
@@ -166,6 +180,8 @@ FAMILIES = {
         _BART | _PRE_NORM,
         required={"normalize_before": (True,), "normalize_embedding": (True,)},
         languages="([a-z]{2}_[A-Z]{2})",
+        first_tokens=_FAIRSEQ_TOKENS,
+        num_skipped=3,
     ),
     "pegasus": Family(
         "PegasusForConditionalGeneration",
@@ -173,11 +189,11 @@ FAMILIES = {
         _FIELDS,
         _FAIRSEQ | _PRE_NORM | {"softmax_bias": True},
         sines_first=True,
+        first_tokens=_PEGASUS_TOKENS,
+        num_skipped=2,
     ),
-    "t5": Family("T5ForConditionalGeneration", _T5_LIBRARY, _T5_FIELDS, _T5),
-    "mt5": Family("MT5ForConditionalGeneration", _T5_LIBRARY, _T5_FIELDS, _T5),
-    "umt5": Family(
-        "UMT5ForConditionalGeneration", _T5_LIBRARY, _T5_FIELDS, _T5 | {"relative_bias": "layer"}
-    ),
+    "t5": _t5("T5ForConditionalGeneration"),
+    "mt5": _t5("MT5ForConditionalGeneration"),
+    "umt5": _t5("UMT5ForConditionalGeneration", relative_bias="layer"),
 }
 """Families by ``model_type`` in config.json."""

@@ -26,8 +26,9 @@ from transformer_jax import (
     UserError,
     sinusoidal_positions,
 )
-from transformer_jax.interop.families import ACTIVATIONS, FAMILIES, Family
+from transformer_jax.interop.families import ACTIVATIONS, FAMILIES
 from transformer_jax.interop.files import LazyArray, open_tensors, read_json
+from transformer_jax.interop.pretrained_tokenizer import read_tokenizer
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
     library_names,
@@ -38,13 +39,14 @@ from transformer_jax.interop.weights import (
     sines_first,
     transposed,
 )
-from transformer_jax.support import Languages, RustTokenizer, short_repr
+from transformer_jax.support import Languages, short_repr
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
 NEVER = np.float32(-100)
 # Files that an export copies, apart from the weights.
 _KEPT = ("*.json", "*.model", "*.spm", "*.txt")
 _VOCABULARY_WEIGHTS = ("embedding.matrix", "softmax_matrix", "softmax_bias")
+_ENGLISH = ("eng_Latn", "en_XX", "en")
 _DEFAULTS = {  # fields that config.json can omit
     **{"activation_dropout": 0.0, "attention_dropout": 0.0, "num_decoder_layers": None},
     **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
@@ -88,7 +90,7 @@ class Pretrained:
         size = self.theirs["vocab_size"]
         if not 4 <= size < 2**24:
             raise UserError(f"vocab_size in config.json is {size}; expected 4 to {2**24}.")
-        self.vocabulary = _vocabulary(folder, self.family)
+        self._model, self.vocabulary = read_tokenizer(folder, self.family)
         if outside := [token for token, i in self.vocabulary.items() if not 0 <= i < size]:
             raise UserError(
                 f"The tokenizer in {str(folder)!r} has {len(outside)} tokens with ids outside the "
@@ -263,11 +265,8 @@ class Pretrained:
         """Return the tokenizer, with our ids."""
         token_of = {i: token for token, i in self.vocabulary.items()}
         names = [token_of.get(i, f"<unused_{i}>") for i in self.rows.theirs]
-        json_file = self.folder / "tokenizer.json"
-        model = json_file if json_file.exists() else self.folder / "sentencepiece.bpe.model"
-        content = model.read_bytes()
         return Tokenizer(
-            content, vocabulary=names, languages=self._languages(), pretrained=self._archive()
+            self._model, vocabulary=names, languages=self._languages(), pretrained=self._archive()
         )
 
     def _languages(self) -> Languages:
@@ -281,8 +280,17 @@ class Pretrained:
             return Languages({}, "<s>", "<s>")
         settings = read_json(self.folder / "tokenizer_config.json", missing_ok=True)
         token_of = {i: token for token, i in self.vocabulary.items()}
+        start = token_of.get(self.theirs.get("decoder_start_token_id", -1))
+        its_class = str(settings.get("tokenizer_class"))
+        if self.kind == "mbart" and (its_class.startswith("MBartT") or start in tokens.values()):
+            raise UserError(
+                f"The model in {str(self.folder)!r} is from mBART's first version, which has the "
+                "language after the sentence; expected mBART-50, such as "
+                "facebook/mbart-large-50-many-to-many-mmt."
+            )
         forced = token_of.get(self.search_settings().get("forced_bos_token_id", -1), "")
-        default = next(iter(tokens.values()), "")
+        english = [tokens[code] for code in _ENGLISH if code in tokens]  # transformers' default
+        default = [*english, *tokens.values(), ""][0]
         target = tokens.get(settings.get("tgt_lang") or "", "") or forced
         return Languages(tokens, tokens.get(settings.get("src_lang") or "", default), target)
 
@@ -356,29 +364,3 @@ class _Read:
             x = x[theirs]
             x[theirs < 0] = NEVER if self.ours == "softmax_bias" else 0
         return np.ascontiguousarray(x.reshape(self.shape))
-
-
-def _vocabulary(folder: Path, family: Family) -> dict[str, int]:
-    """Return the tokens' ids."""
-    file = folder / "tokenizer.json"
-    if file.exists():
-        return RustTokenizer(file.read_bytes()).ids
-    file = folder / "vocab.json"
-    if not (folder / "sentencepiece.bpe.model").exists() or not file.exists():
-        raise UserError(
-            f"{str(folder)!r} has no tokenizer.json; expected that file, or vocab.json and "
-            "sentencepiece.bpe.model. transformers writes it: "
-            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
-        )
-    ids: dict[str, Any] = read_json(file)
-    ids = read_json(file, dict.fromkeys(ids, int))
-    special = read_json(folder / "tokenizer_config.json", missing_ok=True)
-    added = special.get("added_tokens_decoder") or {}
-    ids |= {token["content"]: int(i) for i, token in added.items()}
-    more = special.get("additional_special_tokens") or special.get("extra_special_tokens") or []
-    if not more:
-        settings = read_json(folder / "special_tokens_map.json", missing_ok=True)
-        more = settings.get("additional_special_tokens") or []
-    for token in more:
-        ids.setdefault(token if isinstance(token, str) else token["content"], len(ids))
-    return ids

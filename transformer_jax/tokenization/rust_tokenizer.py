@@ -25,6 +25,8 @@ class RustTokenizer:
             ) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        # ``Encoding.tokens`` would be the text of unknown tokens, and spaces beside added ones.
+        self._token_of = {i: token for token, i in self.ids.items()}
 
     @property
     def ids(self) -> dict[str, int]:
@@ -34,7 +36,7 @@ class RustTokenizer:
     def encode(self, texts: Sequence[str], **_: object) -> list[list[str]]:
         """Split each text into tokens, without special tokens."""
         found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [encoding.tokens for encoding in found]
+        return [[self._token_of[i] for i in encoding.ids] for encoding in found]
 
     def decode(self, tokens: Sequence[str]) -> str:
         """Join tokens into text, without special tokens."""

@@ -35,6 +35,7 @@ class SubwordModel:
     Attributes:
       first: the token that ``encode`` puts before every line by default, or "".
       languages: the tokens of languages, by code.
+      first_tokens: all tokens that can begin a line.
     """
 
     def __init__(
@@ -59,12 +60,8 @@ class SubwordModel:
             self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
             symbols = symbols_of(proto)
         self._ids = {token: i for i, token in enumerate(self._tokens)}
-        self._hidden = {
-            PAD_ID,
-            BOS_ID,
-            EOS_ID,
-            *self.ids(filter(None, [first, *languages.values()])),
-        }
+        self.first_tokens = {first, *languages.values()} - {""}
+        self._hidden = {PAD_ID, BOS_ID, EOS_ID, *self.ids(self.first_tokens)}
         self._sampler: SubwordSampler | None = None
         self._tagged = self._foreign and not (first or languages or self.is_json)
         tag = _TAG.pattern if self._tagged else ""
@@ -75,12 +72,14 @@ class SubwordModel:
         """True for a tokenizer.json file, False for a SentencePiece model."""
         return isinstance(self._processor, RustTokenizer)
 
-    def first_ids(self, language: str = "", field: str = "language") -> list[int]:
+    def first_ids(self, language: str = "", field: str = "target_language") -> list[int]:
         """Return the ids of the tokens that begin every line in this language ("": the default).
 
-        Raises ``UserError``, which names ``field``, for an unknown language.
+        Raises ``UserError``, which names ``field``, for an unknown language, and for "" if the
+        model has languages but no default.
         """
-        if language and language not in self.languages:
+        missing = not language and self.languages and not self.first
+        if missing or (language and language not in self.languages):
             known = ", ".join(self.languages) or "none, because the model has no language codes"
             raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
         first = self.languages[language] if language else self.first

@@ -131,7 +131,8 @@ class Tokenizer:
             (source, self.source, "source_language"),
             (target, self.target, "target_language"),
         ):
-            side.first_ids(code, field)
+            if code:
+                side.first_ids(code, field)
         tokens = self.languages.tokens
         changed = Languages(
             tokens,
@@ -144,7 +145,16 @@ class Tokenizer:
         """Return a copy with missing ``symbols`` appended. Existing ids do not change.
 
         As with ``TokenizerConfig.user_defined_symbols``, text is never split inside them.
+
+        Raises ``UserError`` for a tokenizer.json file.
         """
+        if not symbols:
+            return self
+        if self.source.is_json:
+            raise UserError(
+                f"tokenizer.user_defined_symbols contains {symbols[0]!r}; expected none, because "
+                "this model has a tokenizer.json file."
+            )
         models = [with_symbols(model, symbols) for model in self._models]
         missing = [symbol for symbol in symbols if symbol not in self.vocabulary]
         return self._copy(models, vocabulary=self.vocabulary and (*self.vocabulary, *missing))
