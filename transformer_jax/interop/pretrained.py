@@ -111,6 +111,9 @@ class Pretrained:
         default = ids["pad"] if self.family.settings.get("positions") == "relative" else ids["eos"]
         start_id = theirs.get("decoder_start_token_id")
         start_id = default if start_id is None else start_id
+        its = [start_id, *ids.values()]
+        if not all(i is None or (type(i) is int and 0 <= i < size) for i in its):
+            raise self._wrong_ids(ids)
         if start_id not in ids.values():  # a language code
             ids["bos"] = start_id
         elif list(ids.values()).count(ids["bos"]) > 1:
@@ -122,13 +125,17 @@ class Pretrained:
                 ids[name] = unused.pop() if unused else -1
         first = [ids[name] for name in ("pad", "bos", "eos", "unk")]
         known: Any = [i for i in first if i != -1]
-        if len(set(known)) < len(known) or not all(type(i) is int and i < size for i in known):
-            raise UserError(
-                f"Special tokens in config.json are {ids}; expected distinct ids below {size} for "
-                "pad_token_id and eos_token_id."
-            )
+        if len(set(known)) < len(known) or None in known:
+            raise self._wrong_ids(ids)
         rest = np.setdiff1d(np.arange(size), known)
         return Rows(np.concatenate([np.array(first), rest]), start)
+
+    def _wrong_ids(self, ids: dict[str, Any]) -> UserError:
+        return UserError(
+            f"Special tokens in {str(self.folder / 'config.json')!r} are {short_repr(ids)}; "
+            f"expected distinct ids below {self.theirs['vocab_size']} for pad_token_id, "
+            "eos_token_id and decoder_start_token_id."
+        )
 
     def model_config(self, tied: bool | None = None) -> ModelConfig:
         """Return the architecture, and check settings that have no counterpart.
