@@ -523,7 +523,7 @@ INVALID = {
     "no PAD": (lambda f: changed_json(f, pad_token_id=None), "pad_token_id"),
     "EOS": (lambda f: changed_json(f, eos_token_id=999), "Special tokens .* below"),
     "two EOS": (lambda f: changed_json(f, eos_token_id=[2, 3]), "Special tokens .* below"),
-    "no PAD": (lambda f: changed_json(f, pad_token_id=-1), "Special tokens .* below"),
+    "negative PAD": (lambda f: changed_json(f, pad_token_id=-1), "Special tokens .* below"),
     "start": (lambda f: changed_json(f, decoder_start_token_id="2"), "Special tokens .* below"),
     "positions": (
         lambda f: changed_json(f, max_position_embeddings=None),
