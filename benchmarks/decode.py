@@ -64,7 +64,7 @@ def numbered_tokens(vocab_size: int) -> Any:
         tokens=lambda ids: [names[i] for i in ids],
         require_ids=lambda *_: [],
     )
-    return SimpleNamespace(source=side, target=side, joint=True, vocabulary=False)
+    return SimpleNamespace(source=side, target=side, joint=True, vocabulary=False, pretrained=b"")
 
 
 def load(job: Answer) -> tuple[Config, Any, Any]:
