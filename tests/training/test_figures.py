@@ -233,9 +233,9 @@ FREE = (
 WITH_FLAG = (
     *("batch.", "optimizer.", "training.label_smoothing", "training.r_drop"),
     *("training.start_from", "model.dropout", "model.attention_dropout"),
-    *("model.feed_forward_dropout", "model.remat", "model.dtype"),
+    *("model.feed_forward_dropout", "model.remat", "model.dtype", "training.freeze"),
 )
-NEVER = ("optimizer.ema_decay",)
+NEVER = ("optimizer.ema_decay", "optimizer.name")
 
 
 @pytest.mark.parametrize("name", flatten(Config()))

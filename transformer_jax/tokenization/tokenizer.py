@@ -23,8 +23,8 @@ from transformer_jax.tokenization.subword_model import SubwordModel, with_symbol
 T = TypeVar("T")
 
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
-_JSON, _VOCABULARY, _LANGUAGES = "tokenizer.json", "tokenizer.vocab.json", "languages.json"
-_PRETRAINED = "pretrained.zip"
+_JSON, _VOCABULARY = "tokenizer.tokens.json", "tokenizer.vocab.json"
+_LANGUAGES, _PRETRAINED = "tokenizer.languages.json", "tokenizer.pretrained.zip"
 TOKENIZER_FILES = {_MODEL, _SOURCE, _TARGET, _JSON, _VOCABULARY, _LANGUAGES, _PRETRAINED}
 
 
