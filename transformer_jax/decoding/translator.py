@@ -85,7 +85,7 @@ class Translator:
         devices: Sequence[jax.Device] = (),
         **chosen: Any,
     ) -> Self:
-        """Load a pretrained model: NLLB, M2M100, T5, BART, OPUS-MT and others (docs/interop.md).
+        """Load a pretrained model: NLLB, M2M100, T5, BART, OPUS-MT and others (docs/pretrained.md).
 
         Args:
           name: a name on the Hugging Face Hub, such as ``google/flan-t5-base``, with ``@REVISION``
