@@ -1,5 +1,6 @@
 """The service with a many-to-many model: all its language pairs, in one search."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from servers import Server, serving
 
 from transformer_jax.decoding.records import Request
+from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.interop.hub import import_into
@@ -50,6 +52,18 @@ def test_all_pairs_are_served_by_one_search(server) -> None:
         answers[source] = reply.json["translatedText"]
         assert [answers[source]] == server.translator.translate([request])
     assert answers["en"] != answers["de"]
+
+
+def test_attention_is_that_of_the_chosen_languages(server) -> None:
+    translator, text = server.translator, "w1 w2 w3 w4"
+    request = Request(text, source_language="de", target_language="en")
+    [[translation]] = translator.stream([request])
+    scorer = Scorer(translator.model, translator.tokenizer, translator.config)
+    [expected] = scorer.align([(request, translation)])
+    reply = server.ask(q=text, source="de", target="en", attention=True)
+    [[sentence]] = reply.json["sentences"]
+    fields = json.dumps(expected.fields(token_scores=True, alignments="soft"))
+    assert sentence == sentence | json.loads(fields)
 
 
 def test_other_languages_are_refused(server) -> None:

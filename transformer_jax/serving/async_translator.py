@@ -364,7 +364,7 @@ class AsyncTranslator:
         translations = self.translator.translations(request, found)
         if not alignments:
             return translations
-        pairs = [(request.text, translation) for translation in translations]
+        pairs = [(request, translation) for translation in translations]
         return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
 
     def new_turns(self) -> asyncio.Semaphore:
