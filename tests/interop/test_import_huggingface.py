@@ -368,7 +368,7 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
         ),
         (
             _remove("config.json"),
-            "config.json' cannot be read .* expected a file of a pretrained model .* hf download",
+            "config.json' cannot be read .* expected a file from a Hugging Face .* hf download",
         ),
         (_write("config.json", "{"), "config.json' cannot be read"),
         (_write("vocab.json", '["a"]'), "vocab.json' cannot be read"),

@@ -81,25 +81,26 @@ class Scorer:
             UserError: a source or target is not text, or a language is unknown.
         """
         requests, targets = [], []
-        firsts, encoded = list[list[int]](), list[list[int]]()
+        firsts = list[list[int]]()
         for number, (source, target) in enumerate(pairs, 1):
             request, line = Request.of(source, number), f"Line {number}"
             check_text(request.text, f"{line}: source")
             check_text(target, f"{line}: target")
             field = f"{line}: target_language"
             firsts.append(self.tokenizer.target.first_ids(request.target_language, field))
-            encoded += self.tokenizer.target.encode([target], first=firsts[-1])
             requests.append(request)
             targets.append(target)
+        tokens = self.tokenizer.target.encode(targets, first=())
+        encoded = [first + its for first, its in zip(firsts, tokens)]
         scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
         alpha, offset = self.config.length_penalty, self.config.length_offset
         translations = []
-        for text, first, tokens, log_probs in zip(targets, firsts, encoded, scored):
+        for text, first, ids, log_probs in zip(targets, firsts, encoded, scored):
             # The language is free, as in the search.
             log_probs = np.where(np.arange(len(log_probs)) < len(first), 0, log_probs)
             log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
             score = log_prob / float(length_divisor(length, alpha, offset))
-            names = tuple(self.tokenizer.target.tokens(tokens))
+            names = tuple(self.tokenizer.target.tokens(ids))
             each = tuple(map(float, log_probs))
             translations.append(Translation(text, score, log_prob, length, names, each))
         return translations
@@ -126,12 +127,12 @@ class Scorer:
         return aligned
 
     def _sources(self, requests: Sequence[Request]) -> list[list[int]]:
-        encoded = list[list[int]]()
-        for request in requests:
-            field = f"Line {request.number}: source_language"
-            first = self.tokenizer.source.first_ids(request.source_language, field)
-            encoded += self.tokenizer.source.encode([request.text], first=first)
-        return encoded
+        tokenizer = self.tokenizer.source
+        encoded = tokenizer.encode([request.text for request in requests], first=())
+        return [
+            tokenizer.first_ids(each.source_language, f"Line {each.number}: source_language") + ids
+            for each, ids in zip(requests, encoded)
+        ]
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
         """Return the natural log-probabilities of each target's tokens, then of EOS, in float32.

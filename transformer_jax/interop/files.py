@@ -49,7 +49,7 @@ def open_tensors(folder: Path) -> dict[str, LazyArray]:
             header.pop("__metadata__", None)
             found |= {each: _lazy(file, place) for each, place in header.items()}
         except Exception as error:  # many exception types, not all public
-            raise _not_read(file, error) from None
+            raise not_read(file, error) from None
     return found
 
 
@@ -83,12 +83,13 @@ def read_json(
     try:
         return parse_object(file.read_bytes(), file.name, **fields)
     except (OSError, UserError) as error:
-        raise _not_read(file, error) from None
+        raise not_read(file, error) from None
 
 
-def _not_read(file: Path, error: Exception) -> UserError:
+def not_read(file: Path, error: Exception) -> UserError:
+    """Return the error for a file that is missing, corrupt or of another format."""
     return UserError(
-        f"{str(file)!r} cannot be read ({str(error).rstrip('.')}); expected a file of a pretrained "
-        "model in transformers' format with model.safetensors. Download it again, for example: hf "
-        "download NAME --local-dir FOLDER"
+        f"{str(file)!r} cannot be read ({str(error).rstrip('.')}); expected a file from a Hugging "
+        "Face folder in transformers' format (not Marian's own model.npz). To download one: hf "
+        "download Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
     )

@@ -21,7 +21,7 @@ from transformer_jax import (
     UserError,
 )
 from transformer_jax.interop.families import MARIAN
-from transformer_jax.interop.files import read_json
+from transformer_jax.interop.files import not_read, read_json
 from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON
 from transformer_jax.interop.pretrained import NEVER, Pretrained
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
@@ -35,7 +35,6 @@ from transformer_jax.interop.weights import (
     sines_first,
     to_library,
 )
-from transformer_jax.support import parse_object
 
 _UNK = "<unk>"
 _ACTIVATIONS_READ = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
@@ -106,7 +105,7 @@ def _import_marian(folder: Path, allow_pickle: bool) -> tuple[Config, Transforme
     shape = dataclasses.replace(shape, vocab_size=len(rows))
 
     file = folder / "generation_config.json"
-    settings = _read_json(file) if file.exists() else {}
+    settings = read_json(file, missing_ok=True)
     if not settings:  # older versions of transformers write them to config.json
         file = folder / "config.json"
         settings = {name: x for name, x in theirs.items() if IN_CONFIG.search(name)}
@@ -123,7 +122,7 @@ def _import_marian(folder: Path, allow_pickle: bool) -> tuple[Config, Transforme
 
 def _read_config(file: Path) -> dict[str, Any]:
     """Read config.json. Raises ``UserError`` for unsupported settings."""
-    theirs = _read_json(file, **_TYPES)
+    theirs = read_json(file, _TYPES)
     allowed = _ALLOWED | {
         "decoder_ffn_dim": [theirs["encoder_ffn_dim"]],
         "decoder_attention_heads": [theirs["encoder_attention_heads"]],
@@ -140,7 +139,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
     """Map tokens, in the order of our ids, to their ids in ``file`` (-1 if missing)."""
-    ids = _read_json(file, **dict.fromkeys(_read_json(file), int))
+    ids = read_json(file, dict.fromkeys(read_json(file), int))
     size = theirs["vocab_size"]
     if len(ids) != size or sorted(ids.values()) != list(range(size)):
         raise UserError(
@@ -204,20 +203,5 @@ def _read_tensors(folder: Path, allow_pickle: bool) -> Weights:
             "model.safetensors."
         ) from None
     except Exception as error:  # many exception types, not all public
-        raise _not_read(file, error) from None
+        raise not_read(file, error) from None
     return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
-
-
-def _read_json(file: Path, **fields: Any) -> dict[str, Any]:
-    try:
-        return parse_object(file.read_bytes(), file.name, **fields)
-    except (OSError, UserError) as error:
-        raise _not_read(file, error) from None
-
-
-def _not_read(file: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{str(file)!r} cannot be read ({str(error).rstrip('.')}); expected a file from a Hugging "
-        "Face MarianMT folder (not Marian's own model.npz). To download one: hf download "
-        "Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
-    )
