@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -173,6 +174,20 @@ def test_language_codes_match_in_any_case(translator: Translator) -> None:
     assert found("EN", "pt-pt") == pairs[1] and found("auto", "DE") == pairs[2]
     with pytest.raises(UserError, match="expected one of zh-Hans-pt-BR, en-pt_PT, en-de"):
         found("zh", "pt")
+
+
+def test_an_error_lists_some_of_many_pairs(translator: Translator) -> None:
+    codes = [f"x{first}{second}" for first in "abcdef" for second in "abcdef"]
+    pairs = [Pair(*pair) for pair in itertools.permutations(codes, 2)]
+    model = make_model_to_serve(translator)
+    service = Service(dict.fromkeys(pairs, model), max_queue=4, max_characters=2000)
+    assert service.find(Query(q="", source="xff", target="xab")) == Pair("xff", "xab")
+    for source, target in (("en", "de"), ("auto", "xaa")):
+        with pytest.raises(
+            UserError, match=r"expected .*\.\.\. \(GET /languages lists all\)"
+        ) as found:
+            service.find(Query(q="", source=source, target=target))
+        assert len(str(found.value)) < 300
 
 
 def test_punctuation_is_copied_unless_the_text_is_not_split(server: Server) -> None:

@@ -75,7 +75,7 @@ def test_pairs_of_the_model_can_be_chosen(folder) -> None:
     _, [served] = checked_flags(["--workdir", str(folder), "--languages", "de-en"])
     assert served.pairs == [Pair("de", "en")]
     both = ["--workdir", str(folder), str(folder), "--languages", "all"]
-    with pytest.raises(UserError, match="2 models translate de-en; expected one per"):
+    with pytest.raises(UserError, match="both translate de-en; expected one model per"):
         checked_flags([*both, "de-en"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any, NamedTuple
@@ -177,8 +177,8 @@ class Engine:
         if config.weights == "int8":
             check_int8()
         start_id = SPECIAL_IDS[model.config.decoder_start]
-        method = _method(config, suppress, start_id)
-        self.config, self.method = config, replace(method, free_prefix=free_prefix)
+        self.config = config
+        self.method = _method(config, suppress, start_id, free_prefix)
         self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size)
@@ -345,7 +345,9 @@ def search_together(
     return [found_of[index][: sentence.wanted] for index, sentence in enumerate(sentences)]
 
 
-def _method(config: DecodingConfig, suppress: tuple[int, ...], start_id: int) -> Method:
+def _method(
+    config: DecodingConfig, suppress: tuple[int, ...], start_id: int, free_prefix: int
+) -> Method:
     method: type[Method] = BeamSearch if config.method == "beam" else Sampling
     shared = vars(config).keys() & {field.name for field in fields(method)}
     return method(
@@ -353,5 +355,6 @@ def _method(config: DecodingConfig, suppress: tuple[int, ...], start_id: int) ->
         eos_id=EOS_ID,
         pad_id=PAD_ID,
         constraints=Constraints(config.min_length, suppress, config.no_repeat_ngram),
+        free_prefix=free_prefix,
         **{name: getattr(config, name) for name in shared},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
@@ -92,23 +91,21 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
         if not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
     pairs = _pairs(arguments)
-    from transformer_jax import Tokenizer, local_workdir  # loads JAX, which --help does not need
+    from transformer_jax import local_workdir  # loads JAX, which --help does not need
 
     served = []
-    for workdir, pair in zip(arguments.workdir, pairs):
+    for workdir, found in zip(arguments.workdir, pairs):
         folder = local_workdir(workdir)
         defaults = {"search": load_config_file(folder).decoding}
         search = parse_flags(Arguments, argv, defaults=defaults).search
-        found = [pair] if pair else _all_pairs(Tokenizer.load_languages(folder), workdir)
         served.append(Served(str(folder), found, search))
-    models = Counter(pair for model in served for pair in model.pairs)
-    [(pair, count)] = models.most_common(1)
-    if count > 1:
-        raise UserError(f"{count} models translate {pair}; expected one per language pair.")
     return arguments, served
 
 
-def _all_pairs(codes: Sequence[str], workdir: str) -> list[Pair]:
+def _all_pairs(workdir: str) -> list[Pair]:
+    from transformer_jax import Tokenizer, local_workdir
+
+    codes = Tokenizer.load_languages(local_workdir(workdir))
     if not codes:
         raise UserError(
             f"--languages is 'all' for {workdir!r}, which is not a many-to-many model; expected a "
@@ -117,30 +114,27 @@ def _all_pairs(codes: Sequence[str], workdir: str) -> list[Pair]:
     return [Pair(*pair) for pair in permutations(codes, 2)]
 
 
-def _pairs(a: Arguments) -> list[Pair | None]:
-    """Return the language pair of each model, None for all. Raises ``UserError`` for duplicates."""
+def _pairs(a: Arguments) -> list[list[Pair]]:
+    """Return the language pairs of each model. Raises ``UserError`` for duplicates."""
     if len(a.languages) != len(a.workdir):
         raise UserError(
             f"--languages has {len(a.languages)} pair(s) for {len(a.workdir)} work directories; "
             "expected one pair per directory, in the same order, such as --languages en-de fr-de."
         )
-    pairs, workdir_of = list[Pair | None](), dict[tuple[str, ...], str]()
-    for text, workdir in zip(a.languages, a.workdir):
-        if text == "all":
-            pairs.append(None)
-            continue
+    pairs, number_of = list[list[Pair]](), dict[tuple[str, ...], int]()
+    for number, (text, workdir) in enumerate(zip(a.languages, a.workdir)):
         found = _PAIR.fullmatch(text)
-        if not found:
+        if not found and text != "all":
             raise UserError(
                 f"--languages has {short_repr(text)}; expected pairs of codes, such as en-de or "
                 "en-pt-BR."
             )
-        pairs.append(pair := Pair(*found.groups()))
-        key = tuple(map(folded, pair))
-        if first := workdir_of.get(key):
-            raise UserError(
-                f"{first!r} and {workdir!r} both translate {text}; expected one model per "
-                "language pair."
-            )
-        workdir_of[key] = workdir
+        pairs.append([Pair(*found.groups())] if found else _all_pairs(workdir))
+        for pair in pairs[number]:
+            first = number_of.setdefault(tuple(map(folded, pair)), number)
+            if first != number:
+                raise UserError(
+                    f"{a.workdir[first]!r} and {workdir!r} both translate {pair}; expected one "
+                    "model per language pair."
+                )
     return pairs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,8 @@ _HEADERS = {
     413: {"Connection": "close"},  # the rest of the body is never read
     503: {"Retry-After": "1"},
 }
+# Language pairs in an error message.
+_MOST_SHOWN = 12
 # Source tokens of a sentence, whose attention weights grow quadratically, and of a request.
 _LONGEST_ALIGNED, _MOST_ALIGNED = 256, 4096
 
@@ -72,6 +75,9 @@ class Service:
         max_characters: int,
     ):
         self.models = dict(models)
+        self._pairs_to = defaultdict[str, list[Pair]](list)
+        for pair in models:
+            self._pairs_to[folded(pair.target)].append(pair)
         self._searches = list({id(model): model for model in models.values()}.values())
         self.max_queue, self.max_characters = max_queue, max_characters
         self.num_accepted = 0
@@ -121,16 +127,18 @@ class Service:
 
     def find(self, query: Query) -> Pair:
         """Find the language pair of a query. Raises ``UserError`` if none or several match."""
-        source, target = folded(query.source), folded(query.target)
-        pairs = [pair for pair in self.models if folded(pair.target) == target]
-        if source.lower() != "auto":
+        source = folded(query.source)
+        pairs = self._pairs_to.get(folded(query.target), [])
+        if source != "auto":
             pairs = [pair for pair in pairs if folded(pair.source) == source]
         if len(pairs) == 1:
             return pairs[0]
         expected = "a source language because several match:" if pairs else "one of"
+        shown = [str(pair) for pair in (pairs or self.models)][:_MOST_SHOWN]
+        more = ", ... (GET /languages lists all)" if len(pairs or self.models) > _MOST_SHOWN else ""
         raise UserError(
             f"source is {short_repr(query.source)} and target is {short_repr(query.target)}; "
-            f"expected {expected} {', '.join(map(str, self.models))}."
+            f"expected {expected} {', '.join(shown)}{more}."
         )
 
     async def begin(self, query: Query) -> Answering:
