@@ -2,6 +2,7 @@
 
 from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
+from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import needs_extra, short_repr
 from transformer_jax.storage.files import check_not_input, write_atomically
 from transformer_jax.storage.json_files import parse_object
@@ -15,6 +16,7 @@ __all__ = [
     "enable_compilation_cache",
     "joint",
     "needs_extra",
+    "num_cores",
     "parse_object",
     "short_repr",
     "write_atomically",

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer_jax import UserError, run_program
@@ -90,6 +91,10 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     models: dict[Any, AsyncTranslator] = {}
     for workdir, pairs, search in served:
         model = AsyncTranslator.from_workdir(workdir, **vars(search))
+        if arguments.engine == "ctranslate2":
+            from transformer_jax.serving.ctranslate2_workers import CTranslate2Workers
+
+            model.workers = CTranslate2Workers(model.translator, Path(workdir) / "ctranslate2")
         models |= dict.fromkeys(pairs, model)
         pair = pairs[0] if len(pairs) == 1 else f"{len(pairs)} language pairs"
         log.info("%s: %s from %s", pair, model.translator, workdir)

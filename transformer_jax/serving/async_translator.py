@@ -164,9 +164,7 @@ class Workers:
     def __init__(self, engines: Sequence[Engine]):
         """Prepare one search thread per engine. The engines differ only in their devices."""
         self.failure: SearchFailed | None = None
-        self._searches = [
-            [LiveRows(engine, bucket) for bucket in engine.buckets] for engine in engines
-        ]
+        self._engines, self._searches = engines, list[list[LiveRows]]()
         self._bucket_of = engines[0].bucket_of
         self._waiting: dict[Bucket, list[Entry]] = {bucket: [] for bucket in engines[0].buckets}
         self._unfinished: set[Future[list[Hypothesis]]] = set()
@@ -177,11 +175,18 @@ class Workers:
         """Compile everything, then start the search threads. Later calls do nothing."""
         if self._threads:
             return
+        self._searches = [
+            [LiveRows(engine, bucket) for bucket in engine.buckets] for engine in self._engines
+        ]
         with ThreadPoolExecutor() as together:
             for searches in self._searches:  # later GPUs reuse what the first one compiled
                 list(together.map(LiveRows.compile, searches))
-        for searches in self._searches:
-            self._threads.append(threading.Thread(target=self._work, args=[searches], daemon=True))
+        self._start_threads(self._searches)
+
+    def _start_threads(self, searches: Sequence[list[LiveRows]]) -> None:
+        """Start one search thread for each list."""
+        for each in searches:
+            self._threads.append(threading.Thread(target=self._work, args=[each], daemon=True))
             self._threads[-1].start()
 
     def stop(self, reason: str) -> None:
@@ -230,25 +235,29 @@ class Workers:
     @property
     def num_rows(self) -> int:
         """Maximum number of sentences in progress, across all devices and buckets."""
-        return len(self._searches) * sum(bucket.rows for bucket in self._waiting)
+        return len(self._engines) * sum(bucket.rows for bucket in self._waiting)
 
     def _work(self, searches: list[LiveRows]) -> None:
         """Run one device's thread: turns of its searches, one per bucket, until ``stop``."""
         try:
             while self._wait_for_work(searches):
-                alike = zip(searches, zip(*self._searches), self._waiting.values())
-                work = [each for each in alike if each[2] or each[0].running]
-                for rows, on_devices, waiting in work:
-                    # As few rows as hold this device's share of the sentences.
-                    num_sentences = len(waiting) + sum(len(each.running) for each in on_devices)
-                    share = -(-num_sentences // len(on_devices))
-                    rows.resize(max(len(rows.running), share))
-                    block = self._admit(rows, waiting, may_evict=len(work) == 1)
-                    num_steps = max(_STEPS, _STEPS_OF_ONE // rows.bucket.rows)
-                    rows.turn(block, 0 if block and waiting else num_steps)
+                self._turn(searches)
         except Exception as error:
             logger.exception("The search failed and must be restarted.")
             self.stop(str(error))
+
+    def _turn(self, searches: list[LiveRows]) -> None:
+        """Run a turn of each search that has work."""
+        alike = zip(searches, zip(*self._searches), self._waiting.values())
+        work = [each for each in alike if each[2] or each[0].running]
+        for rows, on_devices, waiting in work:
+            # As few rows as hold this device's share of the sentences.
+            num_sentences = len(waiting) + sum(len(each.running) for each in on_devices)
+            share = -(-num_sentences // len(on_devices))
+            rows.resize(max(len(rows.running), share))
+            block = self._admit(rows, waiting, may_evict=len(work) == 1)
+            num_steps = max(_STEPS, _STEPS_OF_ONE // rows.bucket.rows)
+            rows.turn(block, 0 if block and waiting else num_steps)
 
     def _wait_for_work(self, searches: list[LiveRows]) -> bool:
         """Wait for a waiting or running sentence. Returns False after ``stop``."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
@@ -60,6 +60,9 @@ class Arguments:
     """Names in the Host header of accepted requests, or * for any. Default: on a loopback address,
     localhost and that address, so that no other site can use its own name for this server;
     otherwise any."""
+    engine: Literal["jax", "ctranslate2"] = "jax"
+    """Program that searches. ctranslate2 is faster for small models on a CPU and reads
+    WORKDIR/ctranslate2, written by ``interop export``."""
     max_queue: int = 1024
     """Maximum number of sentences in progress. Requests beyond this limit get status 503; a single
     request with more sentences gets 413. A sentence longer than ``max_source_length`` counts once
