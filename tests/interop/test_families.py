@@ -19,7 +19,6 @@ import optax
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -72,23 +71,32 @@ class Family:
         return tuple(families.languages(self.case)) or ("", "")  # type: ignore[return-value]
 
     @cached_property
+    def source_ids(self) -> dict[str, int]:
+        """Their ids of the source tokens."""
+        return families.vocabularies(self.case)[0]
+
+    @cached_property
     def ids(self) -> dict[str, int]:
-        return json.loads((self.folder / "tokenizer.json").read_text())["model"]["vocab"]
+        """Their ids of the target tokens."""
+        return families.vocabularies(self.case)[1]
 
     @cached_property
     def batch(self) -> tuple[np.ndarray, np.ndarray]:
         """Source and target in their ids, with padding at the end."""
-        rng, first = np.random.default_rng(1), len(families.special_tokens(self.case))
-        source, target = (
-            rng.integers(first, first + len(families.WORDS), (4, length)) for length in (13, 9)
-        )
+        rng = np.random.default_rng(1)
+        words = [
+            [i for token, i in ids.items() if token.strip("▁") in families.WORDS]
+            for ids in (self.source_ids, self.ids)
+        ]
+        source, target = (rng.choice(ids, (4, length)) for ids, length in zip(words, (13, 9)))
         pad = self.theirs.config.pad_token_id
         source[1, 6:], source[2, 1:], target[1, 4:], target[3, 1:] = pad, pad, pad, pad
         return source, target
 
     @property
     def our_batch(self) -> list[np.ndarray]:
-        return [self.pretrained.rows.ours[ids].astype(np.int32) for ids in self.batch]
+        sides = self.pretrained.source_rows, self.pretrained.rows
+        return [side.ours[ids].astype(np.int32) for side, ids in zip(sides, self.batch)]
 
     def their_logits(self) -> torch.Tensor:
         """Logits of the batch with teacher forcing."""
@@ -117,14 +125,15 @@ class Family:
 
     def inputs(self, lines: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and attention mask of lines."""
-        rows = [torch.tensor([self.ids[token] for token in self.tokens(line)]) for line in lines]
+        rows = [torch.tensor([self.source_ids[x] for x in self.tokens(line)]) for line in lines]
         pad = self.theirs.config.pad_token_id
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
         return ids, (ids != pad).long()
 
     def tokens(self, line: str) -> list[str]:
         """Source tokens of a line."""
-        return [*filter(None, [self.tags[0], *line.split(), "</s>"])]
+        words = [word if word in self.source_ids else f"▁{word}" for word in line.split()]
+        return [*filter(None, [self.tags[0], *words, "</s>"])]
 
 
 def read(case: str, folder: Path, theirs: Any) -> Family:
@@ -366,8 +375,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 def loaded(case: str, folder: Path) -> Any:
     """Their model of an export. Checks that it has all tensors and no others."""
-    found = getattr(transformers, f"{families.CASES[case][0]}ForConditionalGeneration")
-    model, info = found.from_pretrained(folder, output_loading_info=True)
+    model, info = families.model_class(case).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
 
