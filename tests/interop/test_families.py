@@ -335,11 +335,15 @@ def test_the_exact_beam_search_equals_early_stopping_never(case: str, tmp_path: 
 
 
 def test_ctranslate2s_converter_reads_an_export(family: Family, tmp_path: Path) -> None:
+    if family.case == "marian, two vocabularies":
+        pytest.skip("CTranslate2's converter reads one vocabulary")
     export_huggingface(family.config, family.model, family.tokenizer, tmp_path / "exported")
     convert = ctranslate2.converters.TransformersConverter(str(tmp_path / "exported"))
     convert.convert(str(tmp_path / "converted"))
     names = json.loads((tmp_path / "converted" / "shared_vocabulary.json").read_text())
-    token_of = {names[i]: token for token, i in family.ids.items()}
+    # A list without Marian's PAD, which is last.
+    token_of = {names[i]: token for token, i in family.ids.items() if i < len(names)}
+    pad = names[family.theirs.config.pad_token_id :][:1]
     ours = list(family.translator(1).stream(LINES))
     ended = [i for i, [its] in enumerate(ours) if len(its.tokens) < LIMIT][:40]
     tag = family.tags[1]
@@ -349,7 +353,7 @@ def test_ctranslate2s_converter_reads_an_export(family: Family, tmp_path: Path) 
         beam_size=1,
         min_decoding_length=0,
         max_decoding_length=LIMIT + 10,
-        suppress_sequences=[[names[family.theirs.config.pad_token_id]]],
+        suppress_sequences=[pad] if pad else None,
     )
     theirs = [tuple(token_of.get(name, name) for name in its.hypotheses[0]) for its in found]
     unnamed = [tuple(t for t in ours[i][0].tokens if not t.startswith("<unused_")) for i in ended]

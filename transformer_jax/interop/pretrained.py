@@ -255,7 +255,7 @@ class Pretrained:
 
     def _languages(self) -> Languages:
         token_of = {i: token for token, i in self.vocabulary.items()}
-        forced = token_of.get(self.search_settings().get("forced_bos_token_id", -1), "")
+        forced = token_of.get(self._search[0].get("forced_bos_token_id", -1), "")
         if not self.family.languages:
             first = "<s>" if self.kind == "bart" else ""
             return Languages({}, first, first or forced)
@@ -278,16 +278,20 @@ class Pretrained:
         target = tokens.get(settings.get("tgt_lang") or "", "") or forced
         return Languages(tokens, tokens.get(settings.get("src_lang") or "", default), target)
 
-    def search_settings(self) -> dict[str, Any]:
-        """Return the settings of ``generate``, which older versions wrote to config.json."""
-        settings = read_json(self.folder / "generation_config.json", missing_ok=True)
-        older = {name: x for name, x in self.theirs.items() if IN_CONFIG.search(name)}
-        return settings or older
+    @cached_property
+    def _search(self) -> tuple[dict[str, Any], Path]:
+        """Settings of ``generate``, and their file: config.json in older versions."""
+        file = self.folder / "generation_config.json"
+        if settings := read_json(file, missing_ok=True):
+            return settings, file
+        settings = {name: x for name, x in self.theirs.items() if IN_CONFIG.search(name)}
+        return settings, self.folder / "config.json"
 
     def config(self, model: ModelConfig) -> Config:
         """Return settings for decoding and for fine-tuning."""
         names = dict(zip(self.rows.theirs[1:].tolist(), self.rows.tokens[1:]))  # PAD never is
-        decoding = from_transformers(self.search_settings(), names, self.folder)
+        settings, file = self._search
+        decoding = from_transformers(settings, names, file)
         # The longest input that the model was trained on. T5's has no limit of its own.
         its = self.theirs
         longest = its.get("max_position_embeddings") or its.get("n_positions") or 512
