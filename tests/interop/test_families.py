@@ -26,6 +26,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.interop.__main__ import main
+from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
 from transformer_jax.interop.pretrained import Pretrained
@@ -360,6 +361,29 @@ def test_ctranslate2s_converter_reads_an_export(family: Family, tmp_path: Path) 
     assert [tuple(t for t in its if t in family.ids) for its in theirs] == unnamed
 
 
+OURS = ("marian", "marian, two vocabularies", "marian, untied", "pegasus")
+
+
+def test_our_export_to_ctranslate2_is_equal_or_an_error(family: Family, tmp_path: Path) -> None:
+    """Only Marian and Pegasus have no settings that it lacks."""
+    shape = dataclasses.replace(family.config.model, embedding_scale="none")
+    config = dataclasses.replace(family.config, model=shape)
+    for each in [config] if family.case in OURS else [config, family.config]:
+        with pytest.raises(UserError, match="^model.(positions|position_offset|embedding_s|d_k)"):
+            export_ctranslate2(each, family.model, family.tokenizer, tmp_path)
+    if family.case not in OURS or family.config.model.embedding_scale == "none":
+        return
+    export_ctranslate2(family.config, family.model, family.tokenizer, tmp_path)
+    [source, *_], [target, *_] = family.our_batch
+    scores = ctranslate2.Translator(str(tmp_path), intra_threads=1).score_batch(
+        [family.tokenizer.source.tokens(source)], [family.tokenizer.target.tokens(target)]
+    )
+    rows = [[*source, SPECIAL_IDS["eos"]]], [[*target, SPECIAL_IDS["eos"]]]
+    log_probs = jax.nn.log_softmax(family.model(*map(np.array, rows)))[0]
+    expected = np.asarray(log_probs)[range(len(target) + 1), rows[1][0]]
+    np.testing.assert_allclose(scores[0].log_probs, expected, atol=1e-4)
+
+
 # Files.
 
 
@@ -455,6 +479,25 @@ def test_a_vocabulary_without_room_for_bos(case: str, tmp_path: Path) -> None:
     assert apart(log_probs[is_real], theirs[is_real]) < 1e-5
     whole = load_file(tmp_path / "model.safetensors")
     assert_same(exported(family, tmp_path / "exported"), whole)
+
+
+def test_a_softmax_matrix_apart_from_shared_embeddings(tmp_path: Path) -> None:
+    """transformers 5 writes the embeddings three times then, and trains them apart."""
+    fields = {"share_encoder_decoder_embeddings": True}
+    case = families.CASES["marian, untied"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(families.CASES, "marian, untied", (case[0], case[1] | fields))
+        families.write("marian, untied", tmp_path)
+        file, shared = tmp_path / "model.safetensors", "model.shared.weight"
+        tensors = load_file(file)
+        with pytest.raises(UserError, match="have model.decoder.embed_tokens.weight, with shape"):
+            import_huggingface(tmp_path)
+        for side in ("encoder", "decoder"):
+            tensors[f"model.{side}.embed_tokens.weight"] = tensors[shared].copy()
+        save_file(tensors, file, metadata={"format": "pt"})
+        family = read("marian, untied", tmp_path, loaded("marian, untied", tmp_path))
+        assert family.config.model.tie_embeddings == "embeddings"
+        assert_same(exported(family, tmp_path / "exported"), tensors)
 
 
 # Relative position bias.

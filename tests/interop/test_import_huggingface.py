@@ -39,7 +39,7 @@ from transformer_jax.settings.config import (
     TrainingConfig,
 )
 from transformer_jax.settings.config_files import load_config_file
-from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.loop import train
 
 TAGS = [">>deu<<", ">>fra<<"]
@@ -376,7 +376,10 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
         (_write("generation_config.json", "{"), "generation_config.json' cannot be read"),
         (_remove("source.spm"), "No such file or directory: .*source.spm'"),
         (_write("target.spm", "not a model"), "target.spm.* is not a SentencePiece model"),
-        (_write("vocab.json", '{"<unk>": 0}'), "has 1 tokens.*; expected distinct ids below vocab_size"),
+        (
+            _write("vocab.json", '{"<unk>": 0}'),
+            "has 1 tokens.*; expected distinct ids below vocab_size",
+        ),
         (_change_config(model_type="bart"), "has no tokenizer.json; expected that file or"),
         (_change_config(d_model=None), "config.json: d_model is missing; expected"),
         (_change_config(normalize_before=True), "normalize_before in .* is True"),

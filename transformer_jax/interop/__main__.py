@@ -27,8 +27,8 @@ class Export:
     workdir: str
     """Work directory of a training run, the folder of one of its checkpoints, or a model folder."""
     format: Literal["ctranslate2", "huggingface"]
-    """A CTranslate2 folder, or a folder for Hugging Face transformers: MarianMT, or the class of the
-    pretrained model that training started from."""
+    """A CTranslate2 folder, or a folder for Hugging Face transformers: MarianMT, or the class that
+    a pretrained model came from."""
     output: str
     """New or empty folder to write to."""
 
