@@ -75,7 +75,7 @@ class Tokenizer:
         ]
         self.source = sides[0]
         same = target_model is None and languages.source == languages.target
-        self.target = sides[0] if same else sides[1]
+        self.target = sides[0] if same and not target_vocabulary else sides[1]
         """The same object as ``source`` if both languages share a model and their first token."""
 
     @classmethod
