@@ -7,9 +7,11 @@ from transformer_jax.errors import needs_extra, short_repr
 from transformer_jax.storage.files import check_not_input, write_atomically
 from transformer_jax.storage.json_files import parse_object
 from transformer_jax.tokenization.rust_tokenizer import RustTokenizer
+from transformer_jax.tokenization.special_ids import SPECIAL_IDS
 from transformer_jax.tokenization.tokenizer import Languages
 
 __all__ = [
+    "SPECIAL_IDS",
     "Languages",
     "RustTokenizer",
     "check_not_input",

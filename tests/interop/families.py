@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import tokenizers
 import torch
 import transformers
@@ -22,6 +24,11 @@ _FAIRSEQ: dict[str, Any] = {
     "encoder_ffn_dim": 28,
     "decoder_ffn_dim": 28,
     "max_position_embeddings": 64,
+}
+_MARIAN: dict[str, Any] = _FAIRSEQ | {
+    **{"activation_function": "swish", "scale_embedding": True},
+    **{"pad_token_id": 26, "eos_token_id": 0, "decoder_start_token_id": 26},
+    **{"bos_token_id": 0, "forced_eos_token_id": 0},
 }
 _T5: dict[str, Any] = {
     "d_model": 20,
@@ -51,6 +58,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"normalize_before": True, "normalize_embedding": False}
         | {"scale_embedding": True, "pad_token_id": 0, "eos_token_id": 1},
     ),
+    "marian": ("Marian", _MARIAN),
+    "marian, two vocabularies": (
+        "Marian",
+        _MARIAN
+        | {"share_encoder_decoder_embeddings": False, "scale_embedding": False}
+        | {"pad_token_id": 5, "decoder_start_token_id": 5, "decoder_vocab_size": 22},
+    ),
+    "marian, untied": (
+        "Marian",
+        _MARIAN | {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False},
+    ),
     "t5": ("T5", _T5),
     "t5 1.1": ("T5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("MT5", _T5 | {"feed_forward_proj": "gated-gelu"}),
@@ -64,6 +82,27 @@ def special_tokens(case: str) -> list[str]:
     return ["<pad>", "</s>", "<unk>"]
 
 
+def vocabularies(case: str) -> list[dict[str, int]]:
+    """Their ids of the source and target tokens."""
+    if CASES[case][0] != "Marian":
+        tokens = [*special_tokens(case), *WORDS, *languages(case)]
+        return [{token: i for i, token in enumerate(tokens)}] * 2
+    pieces, pad = [f"▁{word}" for word in WORDS], CASES[case][1]["pad_token_id"]
+    if "decoder_vocab_size" not in CASES[case][1]:
+        return [{token: i for i, token in enumerate(["</s>", "<unk>", *pieces, "<pad>"])}] * 2
+    source = ["</s>", "<unk>", *pieces[::-1]]
+    target = ["</s>", *pieces[5:], "<unk>"]
+    source.insert(pad, "<pad>")
+    target.insert(pad, "<pad>")
+    return [{token: i for i, token in enumerate(tokens)} for tokens in (source, target)]
+
+
+def model_class(case: str) -> Any:
+    name = CASES[case][0]
+    ending = "MTModel" if name == "Marian" else "ForConditionalGeneration"
+    return getattr(transformers, name + ending)
+
+
 def languages(case: str) -> list[str]:
     found = {"m2m_100": ["__en__", "__de__"], "nllb": ["eng_Latn", "deu_Latn"]}
     return found.get(case, ["en_XX", "de_DE"] if case == "mbart" else [])
@@ -71,6 +110,7 @@ def languages(case: str) -> list[str]:
 
 # With these seeds, outputs differ and many end before the limit.
 _SEEDS = {"m2m_100": 11, "bart": 3, "mbart": 1, "pegasus": 18, "t5": 2, "t5 1.1": 1, "mt5": 1}
+_SEEDS |= {"marian": 9, "marian, two vocabularies": 2, "marian, untied": 2}
 
 
 def write(case: str, folder: Path, *, spare: int | None = None) -> Any:
@@ -79,16 +119,16 @@ def write(case: str, folder: Path, *, spare: int | None = None) -> Any:
     ``spare``: rows of the embedding matrix without a token; T5 has such rows.
     """
     name, fields = CASES[case]
-    tokens = [*special_tokens(case), *WORDS, *languages(case)]
+    vocabulary, target = vocabularies(case)
     if spare is None:
         spare = 3 if "T5" in name else 0
     config_class = getattr(transformers, f"{name}Config")
-    config = config_class(vocab_size=len(tokens) + spare, **fields)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    config = config_class(vocab_size=len(vocabulary) + spare, **fields)
+    model = model_class(case)(config).eval()
     generator = torch.Generator().manual_seed(_SEEDS.get(case, 0))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if name == "Pegasus" and "embed_positions" in parameter_name:
+            if name in ("Marian", "Pegasus") and "embed_positions" in parameter_name:
                 continue
             norm = "norm" in parameter_name and parameter_name.endswith("weight")
             spread = 0.3 if parameter.ndim > 1 else 0.2
@@ -96,24 +136,48 @@ def write(case: str, folder: Path, *, spare: int | None = None) -> Any:
                 spread *= config.d_kv**-0.5
             noise = spread * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise + (1.0 if norm else 0.0))
+            if name == "Marian" and parameter_name.endswith(("shared.weight", "tokens.weight")):
+                parameter[config.pad_token_id] = 0  # as in OPUS-MT; CTranslate2 requires it
         if hasattr(model, "final_logits_bias"):
             bias = model.final_logits_bias
             bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
-        _end_sentences(model, config, len(tokens))
+        _end_sentences(model, config, min(len(vocabulary), len(target)))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    vocabulary = {token: i for i, token in enumerate(tokens)}
+    if name == "Marian":
+        _write_sentencepiece(folder, vocabulary, target)
+        return model
     fast = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast.decoder = decoders.Metaspace()
     fast.add_special_tokens([*special_tokens(case), *languages(case)])
     fast.save(str(folder / "tokenizer.json"))
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    if "<s>" in tokens:
+    if "<s>" in vocabulary:
         special["bos_token"] = "<s>"
     settings = special | {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return model
+
+
+def _write_sentencepiece(folder: Path, vocabulary: dict[str, int], target: dict[str, int]) -> None:
+    """Write Marian's files. Pieces are words."""
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(WORDS)] * 9),
+        model_writer=content,
+        model_type="word",
+        vocab_size=len(WORDS) + 3,
+        minloglevel=2,
+    )
+    separate = vocabulary is not target
+    settings = {"tokenizer_class": "MarianTokenizer", "separate_vocabs": separate}
+    files = {"vocab": vocabulary, "tokenizer_config": settings}
+    files |= {"target_vocab": target} if separate else {}
+    for name, file in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(file))
+    for name in ("source", "target"):
+        (folder / f"{name}.spm").write_bytes(content.getvalue())
 
 
 def _end_sentences(model: Any, config: Any, size: int) -> None:
@@ -125,5 +189,5 @@ def _end_sentences(model: Any, config: Any, size: int) -> None:
     mean = hidden.mean(0)
     scale = config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0
     logit = found.logits.max(-1).values.mean() * 0.9
-    embedding = model.get_input_embeddings().weight
+    embedding = model.get_output_embeddings().weight
     embedding[config.eos_token_id] = mean * logit / (mean @ mean * scale)

@@ -397,6 +397,30 @@ def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
     assert not Tokenizer.load(tmp_path).vocabulary
 
 
+def test_two_imported_vocabularies(tmp_path):
+    """As in Marian: each side has its own ids, also after new symbols and in files."""
+    plain = train()
+    pieces = plain.source.tokens(range(plain.source.vocab_size))
+    target = [*pieces[:4], *reversed(pieces[4:]), "<2fr>"]
+    models = [plain.source.model] * 2
+    both = Tokenizer(*models, vocabulary=pieces, target_vocabulary=target, pretrained=b"zip")
+    grown = both.with_symbols(["<2fr>"])
+    assert (both.pretrained, grown.pretrained) == (b"zip", b"")
+    assert grown.source.vocab_size == grown.target.vocab_size == len(target)
+    both.save(tmp_path / "both")
+    grown.save(tmp_path / "grown")
+    for each in (both, Tokenizer.load(tmp_path / "both"), pickle.loads(pickle.dumps(both)), grown):
+        assert not each.joint
+        source, target_ids = (side.encode(["one two"])[0] for side in (each.source, each.target))
+        assert source == plain.source.encode(["one two"])[0] != target_ids
+        assert each.target.tokens(target_ids) == each.source.tokens(source)
+        assert each.target.decode(target_ids) == "one two"
+    assert Tokenizer.load(tmp_path / "grown").fingerprint == grown.fingerprint
+    grown.save(tmp_path / "both")
+    plain.save(tmp_path / "both")
+    assert Tokenizer.load(tmp_path / "both").joint
+
+
 def test_a_single_line_is_an_error():
     with pytest.raises(UserError, match="lines is 'one two'; expected a list of lines"):
         train().source.encode("one two")

@@ -27,7 +27,8 @@ class Export:
     workdir: str
     """Work directory of a training run, the folder of one of its checkpoints, or a model folder."""
     format: Literal["ctranslate2", "huggingface"]
-    """A CTranslate2 folder, or a MarianMT folder for Hugging Face transformers."""
+    """A CTranslate2 folder, or a folder for Hugging Face transformers: MarianMT, or the class that
+    a pretrained model came from."""
     output: str
     """New or empty folder to write to."""
 
@@ -67,7 +68,7 @@ class Import:
     target_language: str = ""
     """Many-to-many models: language code of the target by default."""
     allow_pickle: bool = False
-    """OPUS-MT: also read pytorch_model.bin, a pickle, if there is no model.safetensors."""
+    """Also read pytorch_model.bin, a pickle, if there is no model.safetensors."""
 
     def run(self) -> None:
         """Write the model folder."""

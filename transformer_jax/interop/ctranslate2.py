@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from transformer_jax import BOS_ID, EOS_ID, UNK_ID, Config, ModelConfig, Tokenizer, Transformer
-from transformer_jax.interop.export import write_sentencepiece
+from transformer_jax.interop.export import check_fields, write_sentencepiece
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits
 from transformer_jax.interop.weights import (
     Library,
@@ -19,7 +19,7 @@ from transformer_jax.interop.weights import (
     to_library,
     with_position_tables,
 )
-from transformer_jax.support import needs_extra
+from transformer_jax.support import SPECIAL_IDS, needs_extra
 
 _POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
 _LIBRARY = Library(
@@ -63,6 +63,7 @@ def export_ctranslate2(
     ``target.spm`` tokenize and detokenize. ``generation_config.json`` holds keyword arguments for
     ``translate_batch``, which the format itself cannot store.
     """
+    check_fields(config.model, "This export", positions=("interleaved", "learned"))
     spec = _spec(config.model)
     weights = plain_weights(model)
     if config.model.is_gated:  # CTranslate2 applies the activation to the first matrix
@@ -77,7 +78,8 @@ def export_ctranslate2(
     source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
     spec.register_source_vocabulary(source_tokens)
     spec.register_target_vocabulary(target_tokens)
-    spec.config.bos_token = spec.config.decoder_start_token = target_tokens[BOS_ID]
+    spec.config.bos_token = target_tokens[BOS_ID]
+    spec.config.decoder_start_token = target_tokens[SPECIAL_IDS[config.model.decoder_start]]
     spec.config.eos_token, spec.config.unk_token = target_tokens[EOS_ID], target_tokens[UNK_ID]
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = config.model.norm_epsilon

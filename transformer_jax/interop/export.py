@@ -8,13 +8,18 @@ from transformer_jax import ModelConfig, Tokenizer, UserError
 
 
 def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
-    """Raise ``UserError`` for a field whose value ``library`` does not support."""
-    for name, values in allowed.items():
+    """Raise ``UserError`` for a field whose value ``library`` does not support.
+
+    Both exports support only the paper's value of some fields.
+    """
+    paper = ("position_offset", "embedding_norm", "attention_scale", "output_scale")
+    allowed = {name: (getattr(ModelConfig(), name),) for name in paper} | allowed
+    scales = ("all", "tokens") if shape.positions == "interleaved" else ("all",)
+    for name, values in ({"embedding_scale": scales} | allowed).items():
         if getattr(shape, name) not in values:
             raise UserError(
                 f"model.{name} is {getattr(shape, name)!r}; expected "
-                f"{' or '.join(map(repr, values))}. {library} supports no other value. "
-                "Export to ctranslate2 instead."
+                f"{' or '.join(map(repr, values))}. {library} supports no other value."
             )
 
 

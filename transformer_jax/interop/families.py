@@ -25,6 +25,8 @@ class Family(NamedTuple):
     """Fields of its config.json, and the fields of ``ModelConfig`` that they set."""
     settings: Mapping[str, Any]
     """The other settings that differ from the paper's."""
+    separate: Mapping[str, str] = {}
+    """Names of its weights if source and target do not share embeddings."""
     required: Mapping[str, tuple[Any, ...]] = {}
     """Fields of config.json that have no counterpart here, and their supported values."""
     languages: str = ""
@@ -102,10 +104,6 @@ def _library(*names: Mapping[str, str]) -> Library:
     return Library(merged, "model.{side}.layers.{number}.")
 
 
-MARIAN = _library({"target_embedding.matrix": "model.shared.weight"}, _BIAS)
-"""Names of MarianMT's weights."""
-
-
 def _t5_names() -> dict[str, str]:
     names = {"target_embedding.matrix": "shared.weight", "softmax_matrix": "lm_head.weight"}
     parts = {
@@ -157,6 +155,20 @@ def _t5(name: str, **settings: Any) -> Family:
 
 
 FAMILIES = {
+    "marian": Family(
+        "MarianMTModel",
+        _library(_EMBEDDINGS, _BIAS),
+        _FIELDS,
+        _FAIRSEQ | {"softmax_bias": True},
+        separate={
+            f"{ours}_embedding.matrix": f"model.{side}.embed_tokens.weight"
+            for ours, side in (("source", "encoder"), ("target", "decoder"))
+        },
+        required=dict.fromkeys(
+            ("normalize_before", "normalize_embedding", "add_final_layer_norm"), (False,)
+        ),
+        sines_first=True,
+    ),
     "m2m_100": Family(
         "M2M100ForConditionalGeneration",
         _library(_EMBEDDINGS, _NORMS),

@@ -31,9 +31,12 @@ class LazyArray:
         return self.read()
 
 
-def open_tensors(folder: Path) -> dict[str, LazyArray]:
-    """Return the tensors in model.safetensors or its shards, by name."""
+def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArray]:
+    """Return the tensors in model.safetensors, its shards or pytorch_model.bin, by name."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    pickle = folder / "pytorch_model.bin"
+    if pickle.exists() and not (whole.exists() or index.exists()):
+        return _read_pickle(pickle, allow_pickle)
     names = [whole.name]
     if index.exists() and not whole.exists():
         table = read_json(index, {"weight_map": dict})["weight_map"]
@@ -51,6 +54,29 @@ def open_tensors(folder: Path) -> dict[str, LazyArray]:
         except Exception as error:  # many exception types, not all public
             raise not_read(file, error) from None
     return found
+
+
+def _read_pickle(file: Path, allowed: bool) -> dict[str, LazyArray]:
+    if not allowed:
+        raise UserError(
+            f"{str(file.parent)!r} has {file.name}, a pickle, but no model.safetensors; download "
+            "that file, or pass --allow-pickle if you trust this one."
+        )
+    try:
+        import torch
+
+        read = torch.load(file, map_location="cpu", weights_only=True)
+        return {
+            name: LazyArray(tuple(x.shape), lambda x=x: x.float().numpy())  # type: ignore[misc]
+            for name, x in read.items()
+        }
+    except ModuleNotFoundError:
+        raise UserError(
+            f"Reading {file.name} requires PyTorch. Install it (pip install torch) or download "
+            "model.safetensors."
+        ) from None
+    except Exception as error:  # many exception types, not all public
+        raise not_read(file, error) from None
 
 
 def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:

@@ -13,7 +13,7 @@ from safetensors.numpy import save
 
 from transformer_jax import EOS_ID, PAD_ID, UNK_ID, Config, Tokenizer, Transformer
 from transformer_jax.interop.export import check_fields, write_sentencepiece
-from transformer_jax.interop.families import MARIAN
+from transformer_jax.interop.families import ACTIVATIONS, FAMILIES
 from transformer_jax.interop.pretrained import Pretrained
 from transformer_jax.interop.search_settings import for_transformers, length_limits
 from transformer_jax.interop.weights import (
@@ -23,22 +23,7 @@ from transformer_jax.interop.weights import (
     to_library,
 )
 
-NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
 _POSITIONS = 1024  # length of the position table; our sinusoids have no maximum length
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
-FIELDS = {  # config.json to ModelConfig; encoder and decoder share d_ff and the number of heads
-    "d_model": "d_model",
-    "encoder_layers": "num_layers",
-    "decoder_layers": "decoder_layers",
-    "encoder_attention_heads": "num_heads",
-    "decoder_attention_heads": "num_heads",
-    "encoder_ffn_dim": "d_ff",
-    "decoder_ffn_dim": "d_ff",
-    "activation_function": "activation",
-    "dropout": "dropout",
-    "attention_dropout": "attention_dropout",
-    "activation_dropout": "feed_forward_dropout",
-}
 
 
 def export_huggingface(
@@ -62,13 +47,13 @@ def export_huggingface(
         norm=("post",),
         final_norm=(None, False),
         norm_type=("layer",),
-        activation=tuple(ACTIVATIONS),
-        norm_epsilon=(1e-6, NORM_EPSILON),  # outputs differ by a few 1e-6
+        activation=("relu", "gelu", "gelu_tanh", "silu"),
+        norm_epsilon=(1e-6, 1e-5),  # always 1e-5 there; outputs differ by a few 1e-6
         positions=("interleaved",),
     )
     # MarianMT's sinusoids are the paper's, with all sines first.
     weights = reordered(plain_weights(model), sines_first(shape.d_model))
-    tensors = to_library(weights, MARIAN)
+    tensors = to_library(weights, FAMILIES["marian"].library)
     tensors["final_logits_bias"] = tensors["final_logits_bias"][None]  # [1, V]
     tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
     _write_weights(tensors, folder)
@@ -96,17 +81,20 @@ def _write_weights(tensors: dict[str, np.ndarray], folder: Path) -> None:
 
 
 def _config(config: Config) -> dict[str, Any]:
-    shape = config.model
-    fields = {theirs: getattr(shape, ours) for theirs, ours in FIELDS.items()}
+    shape, family = config.model, FAMILIES["marian"]
+    fields = {theirs: getattr(shape, ours) for theirs, ours in family.fields.items()}
     return {
         "model_type": "marian",
-        "architectures": ["MarianMTModel"],
+        "architectures": [family.name],
         "dtype": "float32",
         "vocab_size": shape.vocab_size,
         "share_encoder_decoder_embeddings": True,
         "tie_word_embeddings": True,
         **fields,
-        "activation_function": ACTIVATIONS[shape.activation],
+        "activation_function": next(x for x, y in ACTIVATIONS.items() if y == shape.activation),
+        "decoder_layers": shape.decoder_layers,
+        "decoder_attention_heads": shape.num_heads,
+        "decoder_ffn_dim": shape.d_ff,
         "max_position_embeddings": max(_POSITIONS, *length_limits(config)),
         "scale_embedding": True,
         "is_encoder_decoder": True,

@@ -28,7 +28,7 @@ from transformer_jax import (
 )
 from transformer_jax.interop.families import ACTIVATIONS, FAMILIES
 from transformer_jax.interop.files import LazyArray, open_tensors, read_json
-from transformer_jax.interop.pretrained_tokenizer import read_tokenizer
+from transformer_jax.interop.pretrained_tokenizer import Rows, read_rows, read_tokenizer
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
     library_names,
@@ -52,90 +52,51 @@ _DEFAULTS = {  # fields that config.json can omit
     **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
     **{"feed_forward_proj": "relu", "scale_embedding": False, "activation_function": "gelu"},
 }
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Order of the vocabulary: our ids in terms of theirs."""
-
-    theirs: np.ndarray
-    """Their id of each of our ids; -1: a token that they do not have."""
-    start: str
-    """The special token that is the decoder's first input (``ModelConfig.decoder_start``)."""
-
-    @property
-    def ours(self) -> np.ndarray:
-        """Our id of each of their ids."""
-        order = np.empty(self.theirs.max() + 1, np.int64)
-        order[self.theirs[self.theirs >= 0]] = np.flatnonzero(self.theirs >= 0)
-        return order
+_TYPES: dict[str, Any] = {  # other fields are numbers
+    **{"activation_function": str, "feed_forward_proj": str, "scale_embedding": bool},
+    "num_decoder_layers": int | None,
+}
 
 
 class Pretrained:
     """A folder with config.json, weights and a tokenizer, of one of ``FAMILIES``.
 
-    Raises ``UserError`` if a file, setting or tensor is missing, unexpected or unsupported.
+    ``allow_pickle`` also reads pytorch_model.bin. Raises ``UserError`` if a file, setting or tensor
+    is missing, unexpected or unsupported.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.theirs = read_json(folder / "config.json", {"vocab_size": int})
-        kind = self.theirs.get("model_type")
+    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+        self.folder, self._allow_pickle = folder, allow_pickle
+        file = folder / "config.json"
+        kind = (theirs := read_json(file)).get("model_type")
         if kind not in FAMILIES:
             raise UserError(
-                f"model_type in {str(folder / 'config.json')!r} is {kind!r}; expected one of: "
-                f"{', '.join(['marian', *FAMILIES])}."
+                f"model_type in {str(file)!r} is {kind!r}; expected one of: {', '.join(FAMILIES)}."
             )
         self.kind, self.family = str(kind), FAMILIES[str(kind)]
-        size = self.theirs["vocab_size"]
-        if not 4 <= size < 2**24:
-            raise UserError(f"vocab_size in config.json is {size}; expected 4 to {2**24}.")
-        self._model, self.vocabulary = read_tokenizer(folder, self.family)
-        if outside := [token for token, i in self.vocabulary.items() if not 0 <= i < size]:
-            raise UserError(
-                f"The tokenizer in {str(folder)!r} has {len(outside)} tokens with ids outside the "
-                f"embedding matrix, such as {outside[0]!r}; expected ids below vocab_size in "
-                f"config.json, {size}."
-            )
-        self.rows = self._rows()
+        needed = [name for name in self.family.fields if name in theirs or name not in _DEFAULTS]
+        types = {name: _TYPES.get(name, int | float) for name in needed}
+        self.theirs = read_json(file, {"vocab_size": int} | types)
+        self.library, self._shares = self.family.library, True
+        if self.family.separate and self.theirs.get("share_encoder_decoder_embeddings") is False:
+            names = {**self.library.names, **self.family.separate}
+            self.library, self._shares = self.library._replace(names=names), False
+        self._models, vocabularies = read_tokenizer(folder, self.family)
+        self.vocabulary, self._joint = vocabularies[-1], len(vocabularies) == 1
+        size_name = "vocab_size" if self._shares else "decoder_vocab_size"
+        self.source_rows, self.rows = (
+            read_rows(self.family, self.theirs, *each)
+            for each in ((vocabularies[0], "vocab_size"), (self.vocabulary, size_name))
+        )
 
     @cached_property
     def _tensors(self) -> dict[str, LazyArray]:
-        return open_tensors(self.folder)
-
-    def _rows(self) -> Rows:
-        """Put PAD, BOS, EOS and UNK first, and keep the order of the other tokens."""
-        theirs, size = self.theirs, self.theirs["vocab_size"]
-        ids = {name: theirs.get(f"{name}_token_id") for name in ("pad", "bos", "eos")}
-        ids["unk"] = self.vocabulary.get("<unk>")
-        default = ids["pad"] if self.family.settings.get("positions") == "relative" else ids["eos"]
-        start_id = theirs.get("decoder_start_token_id")
-        start_id = default if start_id is None else start_id
-        its = [start_id, *ids.values()]
-        if not all(i is None or (type(i) is int and 0 <= i < size) for i in its):
-            raise self._wrong_ids(ids)
-        if start_id not in ids.values():  # a language code
-            ids["bos"] = start_id
-        elif list(ids.values()).count(ids["bos"]) > 1:
-            ids["bos"] = None
-        start = next(name for name in ("eos", "pad", "unk", "bos") if ids[name] == start_id)
-        unused = sorted({*range(size)} - {*self.vocabulary.values()} - {*ids.values()})
-        for name in ("bos", "unk"):
-            if ids[name] is None:
-                ids[name] = unused.pop() if unused else -1
-        first = [ids[name] for name in ("pad", "bos", "eos", "unk")]
-        known: Any = [i for i in first if i != -1]
-        if len(set(known)) < len(known) or None in known:
-            raise self._wrong_ids(ids)
-        rest = np.setdiff1d(np.arange(size), known)
-        return Rows(np.concatenate([np.array(first), rest]), start)
-
-    def _wrong_ids(self, ids: dict[str, Any]) -> UserError:
-        return UserError(
-            f"Special tokens in {str(self.folder / 'config.json')!r} are {short_repr(ids)}; "
-            f"expected distinct ids below {self.theirs['vocab_size']} for pad_token_id, "
-            "eos_token_id and decoder_start_token_id."
-        )
+        tensors = open_tensors(self.folder, self._allow_pickle)
+        shared = self.library.names["target_embedding.matrix"]
+        if self._shares and self.theirs.get("tie_word_embeddings") is not False:
+            for name in filter(_COPY.search, sorted(tensors)):  # a tied matrix can have any name
+                tensors.setdefault(shared, tensors[name])
+        return tensors
 
     def model_config(self, tied: bool | None = None) -> ModelConfig:
         """Return the architecture, and check settings that have no counterpart.
@@ -152,8 +113,6 @@ class Pretrained:
         values = {"activation": ACTIVATIONS, "embedding_scale": scale_names}
         fields: dict[str, Any] = dict(family.settings)
         for name, ours in family.fields.items():
-            if name not in theirs:
-                raise UserError(f"config.json: {name} is missing; download the file again.")
             value = theirs[name]
             if ours in values:
                 required[name] = tuple(values[ours])
@@ -173,19 +132,25 @@ class Pretrained:
             fields["output_scale"] = scales and self.kind != "mt5"
         fields["softmax_bias"] = fields.get("softmax_bias", False) or -1 in self.rows.theirs
         fields["decoder_start"] = self.rows.start
+        tied_alone: Any = ("target" if tied else "none"), ("all" if tied else "embeddings")
         return ModelConfig(
             **fields,
             vocab_size=len(self.rows.theirs),
-            tie_embeddings="all" if tied else "embeddings",
+            source_vocab_size=None if self._joint else len(self.source_rows.theirs),
+            tie_embeddings=tied_alone[self._shares],
         )
 
     def _ties_softmax(self) -> bool:
         """True if the softmax uses the embedding matrix. Files can store a tied matrix twice."""
-        names = self.family.library.names
-        softmax, shared = (self._tensors.get(names[each]) for each in _TIED)
-        if softmax is None or shared is None:
+        return self._is_copy(self.library.names["softmax_matrix"])
+
+    def _is_copy(self, name: str) -> bool:
+        """True if a tensor equals the target embeddings, or does not exist."""
+        shared = self._tensors.get(self.library.names["target_embedding.matrix"])
+        its = self._tensors.get(name)
+        if its is None or shared is None or its is shared:
             return True
-        return softmax.shape == shared.shape and np.array_equal(softmax.read(), shared.read())
+        return its.shape == shared.shape and np.array_equal(its.read(), shared.read())
 
     def parameters(self, config: ModelConfig) -> dict[tuple[Any, ...], LazyArray]:
         """Return the parameters by path, and check the names and shapes of all tensors."""
@@ -198,7 +163,7 @@ class Pretrained:
             tensor = self._tensors.get(theirs)
             expected = transposed(ours, np.broadcast_to(0, plain_shape(ours, shape))).shape
             if ours.endswith(_VOCABULARY_WEIGHTS):
-                expected = (self.theirs["vocab_size"], *expected[1:])
+                expected = (len(self._rows_of(ours).ours), *expected[1:])
             if tensor is None and ours == "softmax_bias":
                 tensor = LazyArray(expected, lambda n=expected: np.zeros(n, np.float32))  # type: ignore[misc]
             if ours == "softmax_bias" and tensor is not None:
@@ -210,13 +175,18 @@ class Pretrained:
                     f"{expected}."
                 )
             used.add(theirs)
-            found[path] = LazyArray(shape, _Read(ours, theirs, tensor, shape, self.rows, order_D))
+            found[path] = LazyArray(
+                shape, _Read(ours, theirs, tensor, shape, self._rows_of(ours), order_D)
+            )
         self._check_unused(used)
         return found
 
+    def _rows_of(self, ours: str) -> Rows:
+        return self.source_rows if ours.startswith("source") else self.rows
+
     def _names(self, config: ModelConfig) -> dict[str, str]:
         """Map the names of our parameters to theirs."""
-        library, paths = self.family.library, set(parameter_shapes(config))
+        library, paths = self.library, set(parameter_shapes(config))
         if "softmax_bias" not in library.names:  # only for tokens that they do not have
             paths.discard(("softmax_bias",))
         names = library_names(paths, library)
@@ -247,21 +217,26 @@ class Pretrained:
             if order_D is not None:
                 x = reordered_weight(ours, x, order_D)
             if ours.endswith(_VOCABULARY_WEIGHTS):
-                x = x[self.rows.ours]
+                x = x[self._rows_of(ours).ours]
             if ours == "softmax_bias":
                 if ours not in names:
                     continue
                 x = x[None]
             tensors[names[ours]] = np.ascontiguousarray(transposed(ours, x))
-        if order_D is not None:  # transformers also saves the sinusoids
-            table_LD = sinusoidal_positions(self.theirs["max_position_embeddings"], config.d_model)
-            for side in ("encoder", "decoder"):
-                tensors[f"model.{side}.embed_positions.weight"] = table_LD[:, order_D].copy()
+        shared_VD = tensors.get("model.shared.weight")
+        for side in ("encoder", "decoder"):
+            if shared_VD is not None and not config.ties_softmax:  # transformers reads these then
+                tensors[f"model.{side}.embed_tokens.weight"] = shared_VD.copy()
+            if self.kind == "pegasus":  # transformers also saves the sinusoids
+                length = self.theirs["max_position_embeddings"]
+                table_LD = sinusoidal_positions(length, config.d_model)[:, order_D]
+                tensors[f"model.{side}.embed_positions.weight"] = table_LD.copy()
         return tensors
 
     def _check_unused(self, used: set[str]) -> None:
         for name in sorted(self._tensors.keys() - used):
-            if not _REDUNDANT.search(name):
+            is_copy = not name.endswith("embed_tokens.weight") or self._is_copy(name)
+            if not (_REDUNDANT.search(name) and is_copy):
                 raise UserError(
                     f"The weights in {str(self.folder)!r} have {name}, with shape "
                     f"{self._tensors[name].shape}; expected no such tensor in "
@@ -270,23 +245,26 @@ class Pretrained:
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer, with our ids."""
-        token_of = {i: token for token, i in self.vocabulary.items()}
-        names = [token_of.get(i, f"<unused_{i}>") for i in self.rows.theirs]
         return Tokenizer(
-            self._model, vocabulary=names, languages=self._languages(), pretrained=self._archive()
+            *self._models,
+            vocabulary=self.source_rows.tokens,
+            target_vocabulary=() if self._joint else self.rows.tokens,
+            languages=self._languages(),
+            pretrained=self._archive(),
         )
 
     def _languages(self) -> Languages:
-        pattern = re.compile(self.family.languages or "(?!)")
+        token_of = {i: token for token, i in self.vocabulary.items()}
+        forced = token_of.get(self._search[0].get("forced_bos_token_id", -1), "")
+        if not self.family.languages:
+            first = "<s>" if self.kind == "bart" else ""
+            return Languages({}, first, first or forced)
         tokens = {
             match[match.lastindex or 0]: token
             for token in sorted(self.vocabulary, key=self.vocabulary.__getitem__)
-            if (match := pattern.fullmatch(token))
+            if (match := re.fullmatch(self.family.languages, token))
         }
-        if self.kind == "bart":
-            return Languages({}, "<s>", "<s>")
         settings = read_json(self.folder / "tokenizer_config.json", missing_ok=True)
-        token_of = {i: token for token, i in self.vocabulary.items()}
         start = token_of.get(self.theirs.get("decoder_start_token_id", -1))
         its_class = str(settings.get("tokenizer_class"))
         if self.kind == "mbart" and (its_class.startswith("MBartT") or start in tokens.values()):
@@ -295,30 +273,32 @@ class Pretrained:
                 "language after the sentence; expected mBART-50, such as "
                 "facebook/mbart-large-50-many-to-many-mmt."
             )
-        forced = token_of.get(self.search_settings().get("forced_bos_token_id", -1), "")
         english = [tokens[code] for code in _ENGLISH if code in tokens]  # transformers' default
         default = [*english, *tokens.values(), ""][0]
         target = tokens.get(settings.get("tgt_lang") or "", "") or forced
         return Languages(tokens, tokens.get(settings.get("src_lang") or "", default), target)
 
-    def search_settings(self) -> dict[str, Any]:
-        """Return the settings of ``generate``, which older versions wrote to config.json."""
-        settings = read_json(self.folder / "generation_config.json", missing_ok=True)
-        older = {name: x for name, x in self.theirs.items() if IN_CONFIG.search(name)}
-        return settings or older
+    @cached_property
+    def _search(self) -> tuple[dict[str, Any], Path]:
+        """Settings of ``generate``, and their file: config.json in older versions."""
+        file = self.folder / "generation_config.json"
+        if settings := read_json(file, missing_ok=True):
+            return settings, file
+        settings = {name: x for name, x in self.theirs.items() if IN_CONFIG.search(name)}
+        return settings, self.folder / "config.json"
 
     def config(self, model: ModelConfig) -> Config:
         """Return settings for decoding and for fine-tuning."""
-        token_of = dict(zip(self.rows.theirs.tolist(), range(len(self.rows.theirs))))
-        names = {i: token for token, i in self.vocabulary.items() if token_of.get(i) != 0}
-        decoding = from_transformers(self.search_settings(), names, self.folder)
+        names = dict(zip(self.rows.theirs[1:].tolist(), self.rows.tokens[1:]))  # PAD never is
+        settings, file = self._search
+        decoding = from_transformers(settings, names, file)
         # The longest input that the model was trained on. T5's has no limit of its own.
         its = self.theirs
         longest = its.get("max_position_embeddings") or its.get("n_positions") or 512
         limit = min(longest, model.position_limit, 256)
         return Config(
             model=model,
-            tokenizer=TokenizerConfig(vocab_size=model.vocab_size),
+            tokenizer=TokenizerConfig(vocab_size=model.vocab_size, joint=self._joint),
             # a low learning rate for fine-tuning
             optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
             # as in transformers, where these biases are not parameters
@@ -337,7 +317,7 @@ class Pretrained:
         return content.getvalue()
 
 
-_TIED = ("softmax_matrix", "target_embedding.matrix")
+_COPY = re.compile(r"(embed_tokens|lm_head)\.weight$")
 # Copies of tied matrices, and sinusoids.
 _REDUNDANT = re.compile(
     r"(embed_tokens|lm_head|shared)\.weight$|embed_positions\.weights?$|"

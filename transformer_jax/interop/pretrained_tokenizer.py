@@ -1,34 +1,109 @@
-"""Reads the tokenizers of pretrained models in transformers' format."""
+"""Reads tokenizers of pretrained models in transformers' format, and maps their ids to ours."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import sentencepiece
 
 from transformer_jax import UserError
 from transformer_jax.interop.families import Family
 from transformer_jax.interop.files import read_json
-from transformer_jax.support import RustTokenizer, needs_extra
+from transformer_jax.support import RustTokenizer, needs_extra, short_repr
 
 _SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model")
 
 
-def read_tokenizer(folder: Path, family: Family) -> tuple[bytes, dict[str, int]]:
-    """Return the content of tokenizer.json or of the SentencePiece model, and the tokens' ids.
+class Rows(NamedTuple):
+    """Order of the vocabulary: our ids in terms of theirs."""
 
-    Without tokenizer.json, ids come from vocab.json (M2M100) or from the order of the SentencePiece
-    model (``Family.first_tokens``), followed by the tokens that the other files add.
+    theirs: np.ndarray
+    """Their id of each of our ids; -1: a token that they do not have."""
+    tokens: list[str]
+    """Our tokens."""
+    start: str
+    """The special token that is the decoder's first input (``ModelConfig.decoder_start``)."""
+
+    @property
+    def ours(self) -> np.ndarray:
+        """Our id of each of their ids."""
+        order = np.empty(self.theirs.max() + 1, np.int64)
+        order[self.theirs[self.theirs >= 0]] = np.flatnonzero(self.theirs >= 0)
+        return order
+
+
+def read_rows(
+    family: Family, theirs: Mapping[str, Any], vocabulary: Mapping[str, int], size_name: str
+) -> Rows:
+    """Put PAD, BOS, EOS and UNK first, and keep the order of the other tokens.
+
+    ``theirs`` is config.json; its ``size_name`` is the number of rows of the embedding matrix.
     """
+    size = theirs.get(size_name) or theirs["vocab_size"]
+    if type(size) is not int or not 4 <= size < 2**24:
+        raise UserError(f"{size_name} in config.json is {size}; expected 4 to {2**24}.")
+    outside = [token for token, i in vocabulary.items() if not 0 <= i < size]
+    if outside or (family.separate and len({*vocabulary.values()}) < size):
+        such = f", such as {outside[0]!r}" if outside else ""
+        raise UserError(
+            f"The tokenizer has {len(vocabulary)} tokens, and {len(outside)} tokens with ids "
+            f"outside the embedding matrix{such}; expected distinct ids below {size_name} in "
+            f"config.json, {size}."
+        )
+    ids = {name: theirs.get(f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    ids["unk"] = vocabulary.get("<unk>")
+    starts_with_pad = family.separate or family.settings.get("positions") == "relative"
+    start_id = theirs.get("decoder_start_token_id")
+    if start_id is None:
+        start_id = ids["pad"] if starts_with_pad else ids["eos"]
+    wrong = UserError(
+        f"Special tokens in config.json are {short_repr(ids | {'decoder_start': start_id})}; "
+        f"expected distinct ids below {size} for pad_token_id, eos_token_id and "
+        "decoder_start_token_id."
+    )
+    if not all(i is None or (type(i) is int and 0 <= i < size) for i in [start_id, *ids.values()]):
+        raise wrong
+    if start_id not in ids.values():  # a language code
+        ids["bos"] = start_id
+    elif list(ids.values()).count(ids["bos"]) > 1:
+        ids["bos"] = None
+    start = next(name for name in ("eos", "pad", "unk", "bos") if ids[name] == start_id)
+    unused = sorted({*range(size)} - {*vocabulary.values()} - {*ids.values()})
+    for name in ("bos", "unk"):
+        if ids[name] is None:
+            ids[name] = unused.pop() if unused else -1
+    first = [ids[name] for name in ("pad", "bos", "eos", "unk")]
+    known: Any = [i for i in first if i != -1]
+    if len(set(known)) < len(known) or None in known:
+        raise wrong
+    order = np.concatenate([first, np.setdiff1d(np.arange(size), known)])
+    token_of = {i: token for token, i in vocabulary.items()}
+    return Rows(order, [token_of.get(i, f"<unused_{i}>") for i in order], start)
+
+
+def read_tokenizer(folder: Path, family: Family) -> tuple[list[bytes], list[dict[str, int]]]:
+    """Return the contents of tokenizer.json or of the SentencePiece models, and the tokens' ids.
+
+    Both lists have one entry, or two for source and target (Marian). Without tokenizer.json, ids
+    come from vocab.json (Marian, M2M100) or from the order of the SentencePiece model
+    (``Family.first_tokens``), followed by the tokens that the other files add.
+    """
+    if family.name == "MarianMTModel":
+        files = [folder / "vocab.json", folder / "target_vocab.json"]
+        models = [_read_model(folder / name)[0] for name in ("source.spm", "target.spm")]
+        return models, [_read_ids(file) for file in files[: 1 + files[1].exists()]]
     file, settings = folder / "tokenizer.json", _settings(folder)
     if file.exists():
         content = file.read_bytes()
     elif settings.get("tokenizer_class") == "ByT5Tokenizer":
         content = _byte_tokenizer(settings)
     else:
-        return _read_sentencepiece(folder, family, settings)
-    return content, RustTokenizer(content).ids
+        content, ids = _read_sentencepiece(folder, family, settings)
+        return [content], [ids]
+    return [content], [RustTokenizer(content).ids]
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -47,18 +122,10 @@ def _read_sentencepiece(
             f"{' or '.join(_SENTENCEPIECE)}. transformers writes it: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
-    content = file.read_bytes()
+    content, its = _read_model(file)
     if (folder / "vocab.json").exists():
-        ids: dict[str, Any] = read_json(folder / "vocab.json")
-        ids = read_json(folder / "vocab.json", dict.fromkeys(ids, int))
+        ids = _read_ids(folder / "vocab.json")
     else:
-        try:
-            its = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except RuntimeError as error:
-            raise UserError(
-                f"{str(file)!r} is not a SentencePiece model or is corrupt ({error}); download it "
-                "again."
-            ) from None
         pieces = [its.id_to_piece(i) for i in range(family.num_skipped, len(its))]
         ids = {token: i for i, token in enumerate([*family.first_tokens, *pieces])}
         if not family.first_tokens and "▁<extra_id_0>" not in ids:  # mT5's model has them
@@ -73,6 +140,23 @@ def _read_sentencepiece(
         if token is not None:
             ids.setdefault(_text(token), len(ids))
     return content, ids
+
+
+def _read_model(file: Path) -> tuple[bytes, Any]:
+    """Return the content of a SentencePiece model, and the model."""
+    content = file.read_bytes()
+    try:
+        return content, sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise UserError(
+            f"{str(file)!r} is not a SentencePiece model or is corrupt ({error}); download it "
+            "again."
+        ) from None
+
+
+def _read_ids(file: Path) -> dict[str, int]:
+    """Read a vocabulary with the id of each token."""
+    return read_json(file, dict.fromkeys([*read_json(file), "<unk>"], int))
 
 
 def _text(token: Any) -> str:

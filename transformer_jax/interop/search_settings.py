@@ -16,6 +16,7 @@ from transformer_jax import (
     Tokenizer,
     UserError,
 )
+from transformer_jax.support import SPECIAL_IDS
 
 _NAMES = {
     # ours: transformers, its default, CTranslate2
@@ -52,7 +53,7 @@ def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
         "pad_token_id": PAD_ID,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
-        "decoder_start_token_id": BOS_ID,
+        "decoder_start_token_id": SPECIAL_IDS[config.model.decoder_start],
         "early_stopping": decoding.patience == 1,
         "forced_eos_token_id": EOS_ID,
     }

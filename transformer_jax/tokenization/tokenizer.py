@@ -24,8 +24,10 @@ T = TypeVar("T")
 
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
 _JSON, _VOCABULARY = "tokenizer.tokens.json", "tokenizer.vocab.json"
+_TARGET_VOCABULARY = "tokenizer.target.vocab.json"
 _LANGUAGES, _PRETRAINED = "tokenizer.languages.json", "tokenizer.pretrained.zip"
-TOKENIZER_FILES = {_MODEL, _SOURCE, _TARGET, _JSON, _VOCABULARY, _LANGUAGES, _PRETRAINED}
+TOKENIZER_FILES = {_MODEL, _SOURCE, _TARGET, _JSON, _LANGUAGES, _PRETRAINED}
+TOKENIZER_FILES |= {_VOCABULARY, _TARGET_VOCABULARY}
 
 
 class Languages(NamedTuple):
@@ -47,6 +49,7 @@ class Tokenizer:
 
     Args:
       vocabulary: the tokens of both languages, ordered by id, if ids differ from the piece ids.
+      target_vocabulary: the tokens of the target, if ``vocabulary`` has those of the source only.
       languages: tokens before a line.
       pretrained: the original files, which an export needs, as a zip archive.
     """
@@ -57,18 +60,22 @@ class Tokenizer:
         target_model: bytes | None = None,
         *,
         vocabulary: Sequence[str] = (),
+        target_vocabulary: Sequence[str] = (),
         languages: Languages | None = None,
         pretrained: bytes = b"",
     ) -> None:
         self.vocabulary, self.pretrained = tuple(vocabulary), pretrained
+        self.target_vocabulary = tuple(target_vocabulary)
         self.languages = languages = languages or Languages()
+        models = source_model, target_model or source_model
+        vocabularies = self.vocabulary, self.target_vocabulary or self.vocabulary
         sides = [
-            SubwordModel(model, self.vocabulary, first=first, languages=languages.tokens)
-            for model, first in zip((source_model, target_model or source_model), languages[1:])
+            SubwordModel(model, tokens, first=first, languages=languages.tokens)
+            for model, tokens, first in zip(models, vocabularies, languages[1:])
         ]
         self.source = sides[0]
         same = target_model is None and languages.source == languages.target
-        self.target = sides[0] if same else sides[1]
+        self.target = sides[0] if same and not target_vocabulary else sides[1]
         """The same object as ``source`` if both languages share a model and their first token."""
 
     @classmethod
@@ -91,15 +98,6 @@ class Tokenizer:
         return cls(*(_learn((pair[side] for pair in sample), config) for side in (0, 1)))
 
     @classmethod
-    def from_spm(cls, source: Path, target: Path, vocabulary: Sequence[str]) -> Tokenizer:
-        """Build a tokenizer from two SentencePiece files and one shared vocabulary, as in MarianMT.
-
-        ``vocabulary`` lists the tokens ordered by id: PAD, BOS, EOS, UNK, then all others. Pieces
-        not in it become UNK.
-        """
-        return cls(_read_model(source), _read_model(target), vocabulary=vocabulary)
-
-    @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
         """Load a saved tokenizer.
 
@@ -113,6 +111,7 @@ class Tokenizer:
         return cls(
             *(_read_model(directory / name) for name in names),
             vocabulary=_read_strings(directory / _VOCABULARY, _vocabulary),
+            target_vocabulary=_read_strings(directory / _TARGET_VOCABULARY, _vocabulary),
             languages=_read_strings(directory / _LANGUAGES, _languages),
             pretrained=original.read_bytes() if original.exists() else b"",
         )
@@ -144,7 +143,8 @@ class Tokenizer:
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """Return a copy with missing ``symbols`` appended. Existing ids do not change.
 
-        As with ``TokenizerConfig.user_defined_symbols``, text is never split inside them.
+        As with ``TokenizerConfig.user_defined_symbols``, text is never split inside them. The files
+        of a pretrained model do not describe a copy with new tokens, which has none.
 
         Raises ``UserError`` for a tokenizer.json file.
         """
@@ -156,15 +156,23 @@ class Tokenizer:
                 "this model has a tokenizer.json file."
             )
         models = [with_symbols(model, symbols) for model in self._models]
-        missing = [symbol for symbol in symbols if symbol not in self.vocabulary]
-        return self._copy(models, vocabulary=self.vocabulary and (*self.vocabulary, *missing))
+        names = ("vocabulary", "target_vocabulary")
+        fields: dict[str, Any] = {
+            name: (*tokens, *(symbol for symbol in symbols if symbol not in tokens))
+            for name in names
+            if (tokens := getattr(self, name))
+        }
+        if any(len(fields[name]) > len(getattr(self, name)) for name in fields):
+            fields["pretrained"] = b""
+        return self._copy(models, **fields)
 
     def _copy(self, models: Sequence[bytes], **changed: Any) -> Tokenizer:
         return Tokenizer(*models, **self._pretrained_fields | changed)
 
     @property
     def _pretrained_fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("vocabulary", "languages", "pretrained")}
+        names = ("vocabulary", "target_vocabulary", "languages", "pretrained")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def _models(self) -> list[bytes]:
@@ -178,8 +186,12 @@ class Tokenizer:
         models = self._models
         names = (_MODEL,) if len(models) == 1 else (_SOURCE, _TARGET)
         names = (_JSON,) if self.source.is_json else names
-        text = json.dumps(self.vocabulary, ensure_ascii=False, indent=0)
-        files = {_VOCABULARY: text.encode()} if self.vocabulary else {}
+        vocabularies = {_VOCABULARY: self.vocabulary, _TARGET_VOCABULARY: self.target_vocabulary}
+        files = {
+            name: json.dumps(tokens, ensure_ascii=False, indent=0).encode()
+            for name, tokens in vocabularies.items()
+            if tokens
+        }
         if any(self.languages):
             fields = self.languages._asdict() | {"tokens": dict(self.languages.tokens)}
             files[_LANGUAGES] = json.dumps(fields, ensure_ascii=False, indent=0).encode()
@@ -204,7 +216,7 @@ class Tokenizer:
     @property
     def joint(self) -> bool:
         """True if both languages share one vocabulary."""
-        return self.target is self.source or bool(self.vocabulary)
+        return self.target is self.source or bool(self.vocabulary) > bool(self.target_vocabulary)
 
     @property
     def fingerprint(self) -> str:
