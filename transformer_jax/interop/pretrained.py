@@ -27,7 +27,7 @@ from transformer_jax import (
     sinusoidal_positions,
 )
 from transformer_jax.interop.families import ACTIVATIONS, FAMILIES
-from transformer_jax.interop.files import LazyArray, open_tensors, read_json
+from transformer_jax.interop.files import LazyArray, check_links, open_tensors, read_json
 from transformer_jax.interop.pretrained_tokenizer import read_tokenizer
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
@@ -78,10 +78,11 @@ class Pretrained:
     """
 
     def __init__(self, folder: Path) -> None:
+        check_links(folder)
         self.folder = folder
         self.theirs = read_json(folder / "config.json", {"vocab_size": int})
         kind = self.theirs.get("model_type")
-        if kind not in FAMILIES:
+        if str(kind) not in FAMILIES:
             raise UserError(
                 f"model_type in {str(folder / 'config.json')!r} is {kind!r}; expected one of: "
                 f"{', '.join(['marian', *FAMILIES])}."
