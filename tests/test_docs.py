@@ -20,7 +20,12 @@ from flax import nnx
 from transformer_jax import Transformer
 from transformer_jax.cli import config_in_flags, parse_flags
 from transformer_jax.settings.config import Config
-from transformer_jax.settings.config_files import flatten, load_config_file, recipe_path
+from transformer_jax.settings.config_files import (
+    flatten,
+    load_config_file,
+    recipe_path,
+    to_json,
+)
 from transformer_jax.training.__main__ import Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -247,9 +252,12 @@ def _training_commands() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("name", "flags"), _training_commands(), ids=str)
 def test_documented_training_commands_can_be_parsed(
-    name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text(to_json(Config()))
+    folder = "transformer_jax.saved_models.remote_workdir.local_workdir"
+    monkeypatch.setattr(folder, lambda _: tmp_path)  # the model that finetune_* recipes start from
     flags = [flag for flag in flags if flag != "FLAGS"]
     arguments = parse_flags(Arguments, flags, defaults=config_in_flags(flags))
     assert arguments.settings.data.train.is_given

@@ -16,10 +16,14 @@ from typing import Any
 import jax
 import pytest
 import sacrebleu
+import transformers
 
 import transformer_jax
+from transformer_jax.decoding.__main__ import main as decode
+from transformer_jax.interop.__main__ import main as interop
 from transformer_jax.parsing.__main__ import main as parsing
 from transformer_jax.parsing.trees import read_parses
+from transformer_jax.training.__main__ import main as train
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
@@ -79,14 +83,47 @@ def test_a_language_model_samples_number_names(run: Callable[..., str]) -> None:
     assert int(right) >= 50 and 0 < int(new) < int(right)
 
 
-def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    run("number_names", folder=text, train=20_000, dev=32, test=1)
-    printed = run("finetune_opus_mt", text=text, workdir=tmp_path / "opus", steps=40)
-    before, after = map(float, re.findall(r"^(?:imported|tuned): chrF ([\d.]+)$", printed, re.M))
-    assert after > before + 10
-    with pytest.raises(SystemExit, match="opus already exists; remove it or choose another"):
-        run("finetune_opus_mt", workdir=tmp_path / "opus", steps=80)
+@pytest.mark.parametrize("family", ["nllb", "t5", "opus_mt"])
+def test_recipes_fine_tune_random_pretrained_models(
+    family: str, run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the programs: import, train, decode, export, and the export in transformers."""
+    text, name = tmp_path / "text", str(tmp_path / family)
+    run("number_names", folder=text, train=2000, dev=32, test=1)
+    run("random_pretrained", family=family, text=text, output=tmp_path / family)
+    monkeypatch.chdir(text)
+    monkeypatch.setattr("transformer_jax.training.loop.train", transformer_jax.train)
+    codes = ["eng_Latn", "deu_Latn"] if family == "nllb" else []
+    names = ("source-language", "target-language")
+    languages = [word for pair in zip(names, codes) for word in (f"--{pair[0]}", pair[1])]
+    assert interop(["import", "--input", name, "--workdir", "imported", *languages]) == 0
+    flags = ["--config", f"finetune_{family}:imported", "--workdir", "tuned"]
+    flags += ["--data.train.source", "train.en", "--data.train.target", "train.de"]
+    flags += ["--data.workers", "1", "--batch.tokens", "2048", "--batch.buckets", "1"]
+    flags += ["--training.steps", "20", "--training.log-every", "5"]
+    flags += ["--optimizer.warmup-steps", "5"]
+    rate = "0.05" if family == "t5" else "0.01"  # higher for random weights
+    assert train([*flags, "--optimizer.peak-learning-rate", rate]) == 0
+    if family == "nllb":
+        before, after = (_target_matrix(folder) for folder in ("imported", "tuned"))
+        assert (before == after).all()  # frozen
+    metrics = map(json.loads, Path("tuned/metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in metrics if line["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.1
+    command = ["--workdir", "tuned", "--input", "dev.en", "--output", "dev.out"]
+    assert decode([*command, "--beam-size", "1"]) == 0
+    assert len(Path("dev.out").read_text().splitlines()) == 32
+    command = ["export", "--workdir", "tuned", "--format", "huggingface", "--output", "exported"]
+    assert interop(command) == 0
+    theirs = {"nllb": "M2M100ForConditionalGeneration", "t5": "T5ForConditionalGeneration"}
+    loaded = getattr(transformers, theirs.get(family, "MarianMTModel"))
+    _, info = loaded.from_pretrained("exported", output_loading_info=True)
+    assert not any(info.values())
+
+
+def _target_matrix(folder: str) -> Any:
+    _, model, _ = transformer_jax.load_model(folder)
+    return model.target_embedding.matrix[...]
 
 
 def test_number_names(run: Callable[..., str], tmp_path: Path) -> None:

@@ -596,6 +596,7 @@ INVALID = {
         lambda f: changed_json(f, activation_function="tanh"),
         "activation_function in config.json is 'tanh'; expected 'relu' or",
     ),
+    "type of model_type": (lambda f: changed_json(f, model_type=["t5"]), "expected one of: marian"),
     "config": (lambda f: (f / "config.json").write_text("{"), "config.json.* not valid JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json.* cannot be read"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
@@ -620,7 +621,15 @@ INVALID = {
     ),
     "shard": (lambda f: sharded(f, "model-2.safetensors"), "model-2.safetensors.* cannot be read"),
     "outside": (lambda f: sharded(f, "../x"), "leads out of the folder"),
-    "link": (linked, "leads out of the folder"),
+    "link": (linked, "model.safetensors' leads out of the folder"),
+    "link of another file": (
+        lambda f: (f / "notes.txt").symlink_to(__file__),
+        "notes.txt' leads out of the folder",
+    ),
+    "quantized": (
+        lambda f: changed_tensors(f, model__shared__weight=np.zeros((2, 2), np.int8)),
+        "model.safetensors' cannot be read .*its data type I8 is not one of F64, F32",
+    ),
     "pickle": (pickled, "model.safetensors"),
     "corrupt": (
         lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 99),

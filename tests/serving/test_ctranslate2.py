@@ -77,7 +77,7 @@ def test_log_probabilities_are_those_of_the_model(server, workdir) -> None:
     scorer = Scorer(translator.model, tokenizer, translator.config)
     for line in LINES[:8]:
         [[sentence]] = server.ask(q=line, details=True).json["sentences"]
-        *tokens, end = sentence["tokens"]
+        *tokens, _ = sentence["tokens"]
         target = tokenizer.target.ids(tokens)
         [expected_L] = scorer.score_tokens([(tokenizer.source.encode([line])[0], target)])
         if len(expected_L) == limit + 1:  # EOS is free at CTranslate2's limit

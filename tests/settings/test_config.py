@@ -52,9 +52,19 @@ def test_defaults_are_the_papers_base_model() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipes_round_trip_through_json(path: Path) -> None:
+def test_recipes_round_trip_through_json(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = Config(model=ModelConfig(d_model=64), training=TrainingConfig(freeze=("x",)))
+    (tmp_path / "config.json").write_text(to_json(imported))
+    folder = "transformer_jax.saved_models.remote_workdir.local_workdir"
+    monkeypatch.setattr(folder, lambda _: tmp_path)  # recipes for fine-tuning download a model
     config = load_config_file(path)
     assert from_json(to_json(config)) == config
+    if config.training.start_from:  # these recipes keep its architecture and frozen parameters
+        assert config.model == imported.model and "x" in config.training.freeze
+    documented = (ROOT / "docs" / "results.md").read_text()
+    assert f"`{path.stem}`" in documented
 
 
 def test_every_field_has_a_docstring_for_help() -> None:

@@ -44,8 +44,8 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArra
     found: dict[str, LazyArray] = {}
     for name in names:
         file = folder / name
-        if Path(name).name != name or not _is_inside(file, folder):
-            raise UserError(f"{str(file)!r} leads out of the folder; expected a file in it.")
+        if Path(name).name != name:
+            raise _outside(file)
         try:
             with safe_open(file, framework="numpy"), file.open("rb") as stream:  # checks the file
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
@@ -82,6 +82,8 @@ def _read_pickle(file: Path, allowed: bool) -> dict[str, LazyArray]:
 def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:
     """Return a tensor, given its place in the file. Memory-mapped pages would count as memory."""
     start, end = place["data_offsets"]
+    if place["dtype"] not in _DTYPES:  # quantized
+        raise UserError(f"its data type {place['dtype']} is not one of {', '.join(_DTYPES)}")
     dtype = np.dtype(_DTYPES[place["dtype"]])
 
     def read() -> np.ndarray:
@@ -93,11 +95,17 @@ def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:
     return LazyArray(tuple(place["shape"]), read)
 
 
-def _is_inside(file: Path, folder: Path) -> bool:
-    """True unless the file is a link to another folder, other than the blobs of the hub's cache."""
-    target, folder = file.resolve(), folder.resolve()
-    blobs = folder.parent.parent / "blobs"
-    return target.is_relative_to(folder) or target.is_relative_to(blobs)
+def check_links(folder: Path) -> None:
+    """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache."""
+    inside = folder.resolve()
+    for file in inside.glob("*"):
+        target = file.resolve()
+        if not any(map(target.is_relative_to, (inside, inside.parent.parent / "blobs"))):
+            raise _outside(file)
+
+
+def _outside(file: Path) -> UserError:
+    return UserError(f"{str(file)!r} leads out of the folder; expected a file in it.")
 
 
 def read_json(

@@ -27,7 +27,7 @@ from transformer_jax import (
     sinusoidal_positions,
 )
 from transformer_jax.interop.families import ACTIVATIONS, FAMILIES
-from transformer_jax.interop.files import LazyArray, open_tensors, read_json
+from transformer_jax.interop.files import LazyArray, check_links, open_tensors, read_json
 from transformer_jax.interop.pretrained_tokenizer import Rows, read_rows, read_tokenizer
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
@@ -66,10 +66,11 @@ class Pretrained:
     """
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+        check_links(folder)
         self.folder, self._allow_pickle = folder, allow_pickle
         file = folder / "config.json"
         kind = (theirs := read_json(file)).get("model_type")
-        if kind not in FAMILIES:
+        if str(kind) not in FAMILIES:
             raise UserError(
                 f"model_type in {str(file)!r} is {kind!r}; expected one of: {', '.join(FAMILIES)}."
             )

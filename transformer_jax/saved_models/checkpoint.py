@@ -81,7 +81,7 @@ def saved_parameters(folder: AnyPath) -> Any:
 
     Returns a nested dict of NumPy arrays. Raises ``UserError`` if a file is corrupt.
     """
-    kind, remedy = "Model", "Copy its folder again, or run train.py again to write it"
+    kind, remedy = "Model", "Copy its folder again, or run train.py or the import again"
     if is_checkpoint(folder):
         kind, remedy = "Checkpoint", "Pass the folder of another checkpoint"
     if reason := corruption(folder, resuming=False):

@@ -97,7 +97,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
             model.workers = CTranslate2Workers(model.translator, Path(workdir) / "ctranslate2")
         models |= dict.fromkeys(pairs, model)
         pair = pairs[0] if len(pairs) == 1 else f"{len(pairs)} language pairs"
-        log.info("%s: %s from %s", pair, model.translator, workdir)
+        log.info("%s from %s", pair, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 
 

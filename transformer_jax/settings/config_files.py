@@ -129,7 +129,9 @@ def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
         if name not in sections:
             raise UserError(
                 f"Unknown config field {prefix}{name}; expected one of {', '.join(sections)}. If "
-                "an earlier version of transformer_jax wrote the file, rename or remove the field."
+                "an earlier version of transformer_jax wrote the file, rename or remove the field; "
+                "if it is from Hugging Face transformers, import the model: python -m "
+                "transformer_jax.interop import."
             )
         if isinstance(value, dict) and dataclasses.is_dataclass(sections[name]):
             value = _build(sections[name], value, f"{prefix}{name}.")
