@@ -1,5 +1,6 @@
 """Helpers that branches share with the trunk. Internal: not part of the public API."""
 
+from transformer_jax.decoding.markup import PLACEHOLDERS, Document
 from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
 from transformer_jax.errors import needs_extra, short_repr
@@ -9,6 +10,8 @@ from transformer_jax.tokenization.rust_tokenizer import RustTokenizer
 from transformer_jax.tokenization.tokenizer import Languages
 
 __all__ = [
+    "PLACEHOLDERS",
+    "Document",
     "Languages",
     "RustTokenizer",
     "check_not_input",

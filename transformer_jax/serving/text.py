@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import sentencex
 
+from transformer_jax import Translation
 from transformer_jax.support import joint
 
 _BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
 _LINE_BREAKS = re.compile(f"({_BREAK}+)")
-_SPACES = re.compile(r"\s+")
+_SPACE, _SPACES = re.compile(r"\s"), re.compile(r"\s+")
 # sentencex panics on unpaired surrogates and on some multi-byte whitespace.
 _UNSAFE = re.compile(rf"{_BREAK}|[\ud800-\udfff]|[^\S\x00-\x7f]")
 # sentencex takes quadratic time on some texts.
@@ -39,11 +41,11 @@ class Cut:
             return gap
         return joint(previous)
 
-    def joined(self, translations: Sequence[str]) -> str:
+    def joined(self, translations: Sequence[Translation]) -> str:
         """Return the text with each sentence replaced by its translation."""
         text = ""
         for index, (translation, _) in enumerate(zip(translations, self.sentences, strict=True)):
-            text += self.gap(index, translations[index - 1]) + translation
+            text += self.gap(index, translations[index - 1].text) + translation.text
         return text + self.after
 
 
@@ -70,6 +72,16 @@ def cut(text: str, *, language: str, split: bool) -> Cut:
         sentences.append(_SPACES.sub(_without_break, sentence))
         kept = after
     return Cut(sentences, before, kept)
+
+
+def sentences(text: str, *, language: str, split: bool) -> Iterator[str]:
+    """Yield the sentences of a text of markup, with everything between them: whitespace has no
+    meaning. They add up to the text.
+    """
+    found = cut(_SPACE.sub(" ", text), language=language, split=split)
+    sizes = [len(before) + len(each) for before, each in zip(found.before, found.sentences)]
+    for start, end in pairwise([0, *list(accumulate(sizes))[:-1], len(text)]):
+        yield text[start:end]
 
 
 def _units(line: str, language: str) -> Iterator[str]:
