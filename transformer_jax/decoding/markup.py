@@ -242,8 +242,8 @@ class Line:
                         item.raw, self.text, taken = " " + item.raw, self.text[:-1], True
                     continue
                 mark.end = len(self.text + shown)
-            elif not self.text and self.marks and shown.startswith(" "):
-                self.marks[-1].item.raw += " "
+            elif not self.text and stack[-1].children and shown.startswith(" "):
+                stack[-1].children[-1].closing += " "
             if taken and shown[:1].isalnum():
                 self.text += " "
             taken = False
@@ -307,8 +307,8 @@ class Line:
             if mark.place:
                 owners_T[taken] = mark
                 continue
-            start, end = parent.place
-            inside_T = (targets_T2[:, 0] >= start) & (targets_T2[:, 1] <= end)
+            start, stop = parent.place
+            inside_T = (targets_T2[:, 0] >= start) & (targets_T2[:, 1] <= stop)
             before = np.flatnonzero(
                 (sources_S2[:, 0] >= parent.start) & (sources_S2[:, 1] <= mark.start)
             )
@@ -322,7 +322,7 @@ class Line:
         if mark.item.kind != "open":
             if at == end and mark.item.shown:
                 return f" {written}" if at else f"{written} "
-            return written
+            return written + mark.closing
         for child in sorted(mark.children, key=lambda child: child.place or ()):
             assert child.place
             written += html.escape(text[at : child.place[0]], quote=False)

@@ -57,7 +57,8 @@ class Translator:
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
         suppress = tuple(tokenizer.target.require_ids(self.config.suppress, "decoding.suppress"))
         positions = model.config.position_limit - 1
-        self._devices, self._scorer = devices, None
+        self._devices = devices
+        self._scorer: Scorer | None = None
         self._longest_prefix = min(self.config.max_extra_length, positions)
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
@@ -169,12 +170,14 @@ class Translator:
 
         Raises the same errors as ``stream``.
         """
-        self._scorer = self._scorer or Scorer(
+        scorer = self._scorer or Scorer(
             self.model, self.tokenizer, self.config, devices=self._devices
         )
+        self._scorer = scorer
+        requests = list(map(Request.of, documents, count(1)))
         read = [
             Document(request.text, request.format, self.tokenizer, protect=protect)
-            for request in (requests := list(map(Request.of, documents, count(1))))
+            for request in requests
         ]
         lines = [
             dataclasses.replace(request, text=line.text, prefix="" if i else request.prefix)
@@ -184,7 +187,7 @@ class Translator:
         found = [best for best, *_ in self.stream(lines)]
         marked = [i for i, line in enumerate(x for d in read for x in d.lines) if line.marks]
         pairs = [(lines[i], found[i]) for i in marked]
-        for i, aligned in zip(marked, self._scorer.align(pairs, layer=layer)):
+        for i, aligned in zip(marked, scorer.align(pairs, layer=layer)):
             found[i] = aligned
         each = iter(found)
         for document in read:

@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 
 import sentencex
 
-from transformer_jax import Translation
 from transformer_jax.support import joint
 
 _BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
@@ -41,11 +40,11 @@ class Cut:
             return gap
         return joint(previous)
 
-    def joined(self, translations: Sequence[Translation]) -> str:
+    def joined(self, translations: Sequence[str]) -> str:
         """Return the text with each sentence replaced by its translation."""
         text = ""
         for index, (translation, _) in enumerate(zip(translations, self.sentences, strict=True)):
-            text += self.gap(index, translations[index - 1].text) + translation.text
+            text += self.gap(index, translations[index - 1]) + translation
         return text + self.after
 
 
