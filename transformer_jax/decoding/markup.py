@@ -82,8 +82,13 @@ class _Reader(HTMLParser):
             self.CDATA_CONTENT_ELEMENTS = self.RCDATA_CONTENT_ELEMENTS = ()  # type: ignore
         self.items, self._starts, self._is_html = list[_Item](), list[int](), is_html
         self._lines = [0, *(found.end() for found in re.finditer("\n", text))]
-        self.feed(text)
+        # Some versions of the base class take quadratic time for unfinished tags.
+        unfinished = re.compile("<[a-zA-Z/!?]").search(text, text.rfind(">") + 1)
+        end = unfinished.start() if unfinished else len(text)
+        self.feed(text[:end])
         self.close()
+        self._starts.append(end)
+        self.items.append(_Item("block"))
         for item, place in zip(self.items, pairwise([*self._starts, len(text)])):
             item.raw = text[slice(*place)]
 
@@ -342,8 +347,8 @@ def _weights(
     """Return the attention of each target unit to each source unit; rows add up to 1."""
     weights_TS = np.zeros((len(target), len(source)))
     if alignment:
-        rows = np.array(token_words(tokenizer.target, alignment.target[:-1], target))
-        columns = np.array(token_words(tokenizer.source, alignment.source[:-1], source))
+        rows = np.array(token_words(tokenizer.target, alignment.target[:-1], target), int)
+        columns = np.array(token_words(tokenizer.source, alignment.source[:-1], source), int)
         used = np.ix_((rows >= 0) & (np.array(alignment.target[:-1]) != "</s>"), columns >= 0)
         at = np.ix_(rows[used[0][:, 0]], columns[used[1][0]])
         np.add.at(weights_TS, at, alignment.weights_TS[:-1, :-1][used])
