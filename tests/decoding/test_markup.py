@@ -59,7 +59,7 @@ def translated(text: str, format: str = "html", **settings) -> str:
         ("one two<wbr> three", "THREE TWO<wbr> ONE"),
         ("one <code>x < y</code> two", "TWO ONE <code>x < y</code>"),
         ("one <span translate=no>two</span> three", "THREE ONE <span translate=no>two</span>"),
-        ("one <em class='x notranslate'>two <b>a</b></em>", "ONE <em class='x notranslate'>two <b>a</b></em>"),
+        ("one <i class='x notranslate'>a <b></i>", "ONE <i class='x notranslate'>a <b></i>"),
         ("one<br>two three", "ONE<br>THREE TWO"),
         ("<li>one two<li>three", "<li>TWO ONE<li>THREE"),
         ("<td> one\n two </td><td>***</td>", "<td> TWO ONE </td><td>***</td>"),
@@ -123,19 +123,8 @@ def test_a_placeholder_is_copied_or_put_back(caplog):
 @pytest.mark.parametrize(
     "placeholder",
     [
-        *(
-            [
-                "{name}",
-                "${a}",
-                "%s",
-                "%(n)d",
-                "%1$s",
-                "%.2f",
-                "https://a.b/c?d=e&amp;f=g",
-                "me.x@example.org",
-            ]
-        ),
-        "{{ x }}",
+        *["{name}", "${a}", "%s", "%(n)d", "%1$s", "%.2f", "{{ x }}"],
+        *["https://a.b/c?d=e&amp;f=g", "me.x@example.org"],
     ],
 )
 def test_placeholders_pass_unchanged(placeholder):
@@ -157,10 +146,8 @@ NODES = st.recursive(
     ),
     max_leaves=12,
 )
-BROKEN = st.lists(
-    NODES | st.sampled_from(["<b>", "</b>", "</p>", "<", "<i", "&", "<!x", "\0", "<![CDATA[", "]]>"]),
-    max_size=6,
-).map("".join)  # fmt: skip
+PARTS = st.sampled_from(["<b>", "</b>", "</p>", "<", "<i", "&", "<!x", "\0", "<![CDATA[", "]]>"])
+BROKEN = st.lists(NODES | PARTS, max_size=6).map("".join)
 
 
 @settings(max_examples=300, deadline=None)
@@ -202,12 +189,12 @@ def test_any_document_is_spelled_exactly(text, format):
         "<b>one<i> two</b> three</i>" * 2_000,
         "<p>one</p></b>" * 10_000,
         "one " + "<img>" * 10_000 + " two",
-        *(opening * 20_000 for opening in ("<!--", "<a ", "</", "<![", "<![x[", "<?", "&#", "<x y='")),
+        *(20_000 * x for x in ("<!--", "<a ", "</", "<![", "<![x[", "<?", "&#", "<x y='")),
         "<![x[" * 10_000 + ">",
         "one two three " * 20_000 + "<b>four</b>",
     ],
     ids=lambda text: text[:12],
-)  # fmt: skip
+)
 def test_bad_documents_take_linear_time(text):
     start = time.perf_counter()
     document = Document(text, "html", TOKENIZER)
@@ -223,7 +210,8 @@ def test_a_translator_translates_documents():
     """Every line gets the translation that it has as plain text."""
     translator = Translator(make_model(TOKENIZER), TOKENIZER, CONFIG)
     page = "<html><p>one <b>two</b>\n three</p><p>four <code>x</code></p><!-- x --></html>"
-    requests = [Request(page, format="html"), Request("<r>five</r>", format="xml"), Request("", format="html")]  # fmt: skip
+    requests = [Request(page, format="html"), Request("<r>five</r>", format="xml")]
+    requests.append(Request("", format="html"))
     found = [each.text for each in translator.documents(requests)]
     first, second, third = translator.translate(["one two three", "four", "five"])
     assert TAG.sub("", found[0].split("</p>")[0]).split() == first.split()
