@@ -199,7 +199,7 @@ def test_bad_documents_take_linear_time(text):
     start = time.perf_counter()
     document = Document(text, "html", TOKENIZER)
     found = document.joined(Translation(line.text.upper(), 0, 0, 0) for line in document.lines)
-    assert Counter(TAG.findall(found)) == Counter(TAG.findall(text))
+    assert [found.count(each) for each in "<>"] == [text.count(each) for each in "<>"]
     assert time.perf_counter() - start < 30
 
 
