@@ -344,15 +344,15 @@ def _within(units_U2: np.ndarray, start: int, end: int) -> np.ndarray:
 def _weights(
     alignment: Alignment | None, tokenizer: Tokenizer, source: list[str], target: list[str]
 ) -> np.ndarray:
-    """Return the attention of each target unit to each source unit; rows add up to 1."""
+    """Return the largest attention of each target unit's tokens to each source unit's tokens."""
     weights_TS = np.zeros((len(target), len(source)))
     if alignment:
         rows = np.array(token_words(tokenizer.target, alignment.target[:-1], target), int)
         columns = np.array(token_words(tokenizer.source, alignment.source[:-1], source), int)
         used = np.ix_((rows >= 0) & (np.array(alignment.target[:-1]) != "</s>"), columns >= 0)
         at = np.ix_(rows[used[0][:, 0]], columns[used[1][0]])
-        np.add.at(weights_TS, at, alignment.weights_TS[:-1, :-1][used])
-    return weights_TS / (weights_TS.sum(1, keepdims=True) + 1e-9)
+        np.maximum.at(weights_TS, at, alignment.weights_TS[:-1, :-1][used])
+    return weights_TS
 
 
 class Document:
