@@ -83,7 +83,7 @@ def test_an_element_takes_one_range_of_words():
     """Its own words decide, and words of siblings are never inside."""
     [line] = Document("<b>one two</b> three <i>four</i>", "html", TOKENIZER).lines
     found = aligned(line.text, "TWO THREE ONE FOUR", {0: 1, 1: 2, 2: 0, 3: 3})
-    assert line.joined(found, TOKENIZER) == "TWO THREE <b>ONE</b> <i>FOUR</i>"
+    assert line.joined(found, TOKENIZER) == "<b>TWO</b> THREE ONE <i>FOUR</i>"
     found = aligned(line.text, "ONE TWO TWO FOUR FOUR", {0: 0, 1: 1, 2: 1, 3: 3, 4: 3})
     assert line.joined(found, TOKENIZER) == "<b>ONE TWO TWO</b> <i>FOUR FOUR</i>"
     for text in ("", "ONE"):  # not enough words: the elements are empty

@@ -60,9 +60,7 @@ class _Item:
     """A token, or an element that is not translated."""
 
     kind: str
-    """text; open or close: a tag of an inline element; atom: anything else that is inside a line;
-    block: anything that divides lines.
-    """
+    """text; open, close: inline tags; atom: anything else inside a line; block: between lines."""
     raw: str = ""
     name: str = ""
     kept: bool = False
@@ -87,9 +85,8 @@ class _Reader(HTMLParser):
         end = unfinished.start() if unfinished else len(text)
         self.feed(text[:end])
         self.close()
-        self._starts.append(end)
         self.items.append(_Item("block"))
-        for item, place in zip(self.items, pairwise([*self._starts, len(text)])):
+        for item, place in zip(self.items, pairwise([*self._starts, end, len(text)])):
             item.raw = text[slice(*place)]
 
     def _add(self, kind: str, name: str = "", kept: bool = False) -> None:
@@ -288,9 +285,8 @@ class Line:
                 logger.warning(said, short_repr(mark.item.raw))
 
     def _place(self, sources_S2: Any, targets_T2: Any, weights_TS: Any) -> None:
-        """Set the other places, within those of the parents. An element takes the units that attend
-        more to its words than to others; an atom follows the unit that attends most to the word
-        before it.
+        """Set the other places. An element takes the units that attend more to its words than to
+        others; an atom follows the unit that attends most to the word before it.
         """
         owners_T = np.array([self._root] * len(targets_T2), object)
         for mark in self.marks:
@@ -370,7 +366,6 @@ class Document:
         """Read a document.
 
         Args:
-          format: html or xml.
           protect: regular expressions of placeholders, which match the text as it is written.
           split: divides a text into sentences, which add up to the text.
         """
@@ -389,11 +384,8 @@ class Document:
             if is_block or not _WORD.search(html.unescape(words)):
                 self.pieces.append(raw)
             else:
-                self.pieces += [
-                    raw[: len(raw) - len(raw.lstrip())],
-                    Line(its, known),
-                    raw[len(raw.rstrip()) :],
-                ]
+                start, end = len(raw) - len(raw.lstrip()), len(raw.rstrip())
+                self.pieces += [raw[:start], Line(its, known), raw[end:]]
         self.lines = [piece for piece in self.pieces if isinstance(piece, Line)]
         self.sentences = [line.text for line in self.lines]
 
