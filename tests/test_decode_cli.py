@@ -261,6 +261,22 @@ def test_jsonl(decode, expected):
         assert v["hypotheses"][0]["translation"] == v["translation"]
 
 
+def test_documents(decode, expected, tmp_path):
+    page = "<p>one two <b>three</b></p>\r\n<pre>\n\n</pre>\n<p>four five {x}</p>"
+    status, out, _ = decode("--format", "html", stdin=page.encode())
+    assert status == 0
+    assert re.sub("<.*?>", "", out) == f"{expected[0]}\r\n\n\n\n{expected[2]} {{x}}\n"
+    assert re.findall("<.*?>", out) == re.findall("<.*?>", page)
+    _, fields, _ = decode(
+        "--format", "jsonl", "--markup", "html", stdin=json.dumps({"text": page}).encode()
+    )
+    assert json.loads(fields)["translation"] + "\n" == out
+    _, lines, _ = decode(
+        "--markup", "xml", "--protect", "fi.e", stdin=b"<a>one two three</a>\n\nfive"
+    )
+    assert lines == f"<a>{expected[0]}</a>\n\nfive\n"
+
+
 def test_a_prefix_begins_the_translation(decode):
     line = b'{"en": "one two", "prefix": "FIVE"}\n'
     _, out, _ = decode("--format", "jsonl", "--text-field", "en", stdin=line)
@@ -377,6 +393,15 @@ def test_defaults_that_depend_on_other_flags(workdir):
         (("--output", "x.gz"), "output is 'x.gz'; expected a name without .gz, because output is"),
         (("--text-field", "score"), "--text-field is 'score'; expected another field, because tr"),
         (("--shard", "2/2"), "shard is '2/2'; expected i/n with i from 0 to n - 1"),
+        (
+            ("--protect", "a("),
+            "--protect is ('a(',); expected regular expressions; 'a(' is not one",
+        ),
+        (
+            ("--markup", "html", "--nbest", 2),
+            "--nbest, --alignments, --token-scores and --score do",
+        ),
+        (("--format", "xml", "--shard", "0/2"), "do not apply to --format xml, because the input"),
         (("--window", 0), "window is 0; expected a positive number"),
         (("--nbest", 0), "nbest is 0; expected a positive number"),
         (("--nbest", 3), "--nbest is 3; expected at most 2, the value of --beam-size"),

@@ -1,5 +1,6 @@
 """Helpers that branches share with the trunk. Internal: not part of the public API."""
 
+from transformer_jax.decoding.markup import PLACEHOLDERS, Document
 from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
 from transformer_jax.devices.machine import num_cores
@@ -11,7 +12,9 @@ from transformer_jax.tokenization.special_ids import SPECIAL_IDS
 from transformer_jax.tokenization.tokenizer import Languages
 
 __all__ = [
+    "PLACEHOLDERS",
     "SPECIAL_IDS",
+    "Document",
     "Languages",
     "RustTokenizer",
     "check_not_input",

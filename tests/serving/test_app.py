@@ -280,6 +280,23 @@ def test_languages_health_metrics_and_docs(server: Server) -> None:
     assert {"/translate", "/translate/stream", "/languages", "/health", "/metrics"} <= paths.keys()
 
 
+def test_html_is_translated_sentence_by_sentence(server: Server) -> None:
+    text = "<p>one two <b>three</b></p>\n<!-- x -->***<p title='one'>four. Five &amp; six</p>"
+    reply = server.ask(q=[text, ""], format="html", alternatives=2, details=True).json
+    sentences = ["one two three", "four.", "Five & six"]
+    assert [each["source"] for each in reply["sentences"][0]] == sentences
+    expected = server.translator.translate(sentences)
+    found, empty = reply["translatedText"]
+    assert empty == "" and reply["sentences"][1] == []
+    assert re.sub("<.*?>", "", found) == f"{expected[0]}\n***{expected[1]} {expected[2]}".rstrip()
+    assert re.findall("<.*?>", found) == re.findall("<.*?>", text)
+    assert len(set(reply["alternatives"][0])) == len(reply["alternatives"][0]) > 0
+    stream = server.ask("/translate/stream", q=text, format="html").body.decode()
+    assert stream.count("event: sentence") == 3
+    done = json.loads(stream.split("event: done\ndata: ")[1])
+    assert done["translatedText"] == found
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "message"),
     [
@@ -288,7 +305,11 @@ def test_languages_health_metrics_and_docs(server: Server) -> None:
         ({"q": "one", "colour": "red"}, 400, "colour: Extra inputs are not permitted; got 'red'"),
         ({"q": "one", "sample": True}, 400, "sample: Extra inputs are not permitted; got True"),
         ({"q": "one", "target": "fr"}, 400, "'en' and target is 'fr'; expected one of en-de"),
-        ({"q": "<p>", "format": "html"}, 400, "format: Input should be 'text'; got 'html'."),
+        (
+            {"q": "<p>", "format": "pdf"},
+            400,
+            "format: Input should be 'text', 'html' or 'xml'; got",
+        ),
         ({"q": "one", "alternatives": 3}, 400, "alternatives is 3; expected at most 2"),
         ({"q": "one " * 600}, 413, "2400 characters; expected at most 2000"),
     ],

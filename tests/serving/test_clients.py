@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import LINES, Server, make_model_to_serve
 
+from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.serving.flags import Pair
@@ -40,7 +41,7 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "q": TEXTS | st.lists(TEXTS, max_size=4),
     "source": st.sampled_from(["en", "auto", "fr"]),
     "target": st.sampled_from(["de", "de", "en"]),
-    "format": st.just("text"),
+    "format": st.sampled_from(["text", "html", "xml"]),
     "alternatives": st.integers(0, 3),
     "prefix": st.sampled_from(["", "ONE", "é"]),
     "details": st.booleans(),
@@ -60,6 +61,17 @@ KINDS = st.sampled_from(
         "",
     ]
 )
+
+
+PAGE = (
+    "<p class='x'>one <a href=q>two</a>\n three</p><ul><li>four {x}<li><code>a &lt; b</code></ul>"
+)
+
+
+def translated_page(server: Server) -> str:
+    [page] = server.translator.documents([Request(PAGE, format="html")])
+    assert page.text.startswith("<p class='x'>") and "{x}<li><code>a &lt; b</code>" in page.text
+    return page.text
 
 
 def check(server: Server, path: str, body: bytes, kind: str) -> None:
@@ -93,6 +105,9 @@ def test_libretranslatepy_works_unchanged(server: Server) -> None:
     assert [client.translate(line, "en", "de") for line in LINES[:5]] == (
         server.translator.translate(LINES[:5])
     )
+    # It has no argument for the format. What follows # is not sent.
+    client_of_html = libretranslatepy.LibreTranslateAPI(f"{server.url}/translate?format=html#")
+    assert client_of_html.translate(PAGE, "en", "de") == translated_page(server)
     assert client.languages()[0] == {"code": "en", "name": "en", "targets": ["de"]}
     with pytest.raises(HTTPError, match="400"):
         client.translate("one", "en", "fr")
@@ -102,13 +117,14 @@ NPM_CLIENTS = """
 import libre from "libretranslate";  // its languages must include source and target
 import translate from "translate";
 
-const [url, ...lines] = process.argv.slice(1);
+const [url, page, ...lines] = process.argv.slice(1);
 Object.assign(translate, { engine: "libre", url: `${url}/translate`, from: "en", to: "de" });
 const found = { translate: [], libretranslate: [], error: "" };
 for (const line of lines) {
   found.translate.push(await translate(line));
   const query = { query: line, source: "en", target: "de", apiurl: url, apiKey: "any" };
   found.libretranslate.push(await libre.translate(query));
+  found.html = await libre.translate({ ...query, query: page, format: "html" });
 }
 await translate("one", "fr").catch((error) => (found.error = error.message));
 console.log(JSON.stringify(found));
@@ -119,12 +135,14 @@ def test_npm_clients_work_unchanged(server: Server) -> None:
     node, folder = shutil.which("node"), Path(sys.prefix)
     if node is None or not (folder / "node_modules" / "libretranslate").is_dir():
         pytest.skip("needs node, and clients that `make test` installs with npm")
-    command = [node, "--input-type=module", "--eval", NPM_CLIENTS, "--", server.url, *LINES[:5]]
+    arguments = ["--", server.url, PAGE, *LINES[:5]]
+    command = [node, "--input-type=module", "--eval", NPM_CLIENTS, *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     expected = server.translator.translate(LINES[:5])
     assert found["translate"] == found["libretranslate"] == expected
+    assert found["html"] == translated_page(server)
     assert "target is 'fr'; expected one of en-de" in found["error"]
 
 
@@ -134,6 +152,7 @@ def test_npm_clients_work_unchanged(server: Server) -> None:
         *({name: None} for name in Query.model_fields if name not in ("q", "target")),
         {"format": ""},
         {"source": ""},
+        {"format": "html"},
         *({"api_key": key} for key in (7, 0.5, True, ["x"], {"x": "y"}, "")),
         {"apiKey": "any"},
         {"target": "DE", "source": "EN"},

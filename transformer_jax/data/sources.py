@@ -193,8 +193,9 @@ def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]
     return ParallelText(config, root).pairs()
 
 
-def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
+def read_lines(source: str | AnyPath | BinaryIO, *, keep_returns: bool = False) -> Iterator[str]:
     """Yield the lines of a file, URL or stream without line endings. Decompresses ``.gz`` files.
+    ``keep_returns`` keeps a "\\r" before the end.
 
     Raises ``UserError`` with the file name and line number if a line is not UTF-8.
     """
@@ -206,7 +207,7 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
         opened = nullcontext(cast(BinaryIO, path))
         name = str(getattr(path, "name", "the input"))
     with opened as stream:
-        yield from _decoded(stream, name)
+        yield from _decoded(stream, name, b"" if keep_returns else b"\r")
 
 
 @contextmanager
@@ -235,13 +236,13 @@ def _hashed(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[bytes]:
     hashes[path] = digest.hexdigest()
 
 
-def _decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
+def _decoded(stream: Iterable[bytes], name: str, dropped: bytes = b"\r") -> Iterator[str]:
     """Yield the lines of a stream as text, without line endings."""
     for number, line in enumerate(stream, 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
-            text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
+            text = line.removesuffix(b"\n").removesuffix(dropped).decode()
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8. Fix the line, "

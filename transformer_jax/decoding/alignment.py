@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 
@@ -49,18 +50,24 @@ def alignment(
     sides, words = [], []
     for text, ids, side in zip(texts, tokens, (tokenizer.source, tokenizer.target)):
         sides.append(tuple(side.tokens(ids)))
-        its_words = text.split()
-        encoded = [
-            # SentencePiece decodes <unk> to ⁇, which it may encode as two question marks.
-            ["<unk>"] if word == "⁇" else side.tokens(ids)
-            for word, ids in zip(its_words, side.encode(its_words, first=()))
-        ]
-        is_first = [token in side.first_tokens for token in sides[-1]]
-        spelled = ["</s>" if first else token for first, token in zip(is_first, sides[-1])]
-        numbers = word_numbers(spelled, encoded)
-        words.append([-1 if first else number for first, number in zip(is_first, numbers)])
+        words.append(token_words(side, sides[-1], text.split()))
     source, target = sides
     return Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, *words)
+
+
+def token_words(side: SubwordModel, tokens: Sequence[str], words: Sequence[str]) -> list[int]:
+    """Map each token of a text to the zero-based index of the word in which it ends; -1 for a
+    language. ``words`` are the text's words, or smaller parts.
+    """
+    encoded = [
+        # SentencePiece decodes <unk> to ⁇, which it may encode as two question marks.
+        ["<unk>"] if word == "⁇" else side.tokens(ids)
+        for word, ids in zip(words, side.encode(words, first=()))
+    ]
+    is_first = [token in side.first_tokens for token in tokens]
+    spelled = ["</s>" if first else token for first, token in zip(is_first, tokens)]
+    numbers = word_numbers(spelled, encoded)
+    return [-1 if first else number for first, number in zip(is_first, numbers)]
 
 
 def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[int]:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -22,6 +23,7 @@ from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.output_file import open_output
 from transformer_jax.decoding.records import (
     OUTPUT_FIELDS,
+    Format,
     Record,
     Results,
     Translation,
@@ -51,8 +53,14 @@ class Files(Section, prefix="--"):
     """File or URL to translate, in UTF-8, optionally compressed (.gz). Default: stdin."""
     output: str | None = None
     """File to write. Default: stdout."""
-    format: Literal["text", "jsonl"] = "text"
-    """text: one sentence per line. jsonl: one JSON object per line; its other fields are kept."""
+    format: Format = "text"
+    """text: one sentence per line. jsonl: one JSON object per line; its other fields are kept.
+    html, xml: the input is one document."""
+    markup: Literal["html", "xml"] | None = None
+    """Text and JSONL: the text of each line is a document in this format."""
+    protect: tuple[str, ...] = ()
+    """HTML and XML: regular expressions of more text that passes unchanged, such as '[0-9]+'.
+    Placeholders such as {name}, {{x}} and %s, URLs and e-mail addresses do in any case."""
     text_field: str = "text"
     """JSONL: the field to translate. If a line has a `prefix` field, its translation begins with
     that text."""
@@ -87,6 +95,16 @@ class Files(Section, prefix="--"):
             self.text_field not in OUTPUT_FIELDS,
             "another field, because translation overwrites this one",
         )
+        for pattern in self.protect:
+            with suppress(re.error):
+                re.compile(pattern)
+                continue
+            yield "protect", False, f"regular expressions; {pattern!r} is not one"
+
+    @property
+    def has_markup(self) -> bool:
+        """Whether the texts are documents."""
+        return bool(self.markup) or self.format in ("html", "xml")
 
 
 @dataclass(frozen=True)
@@ -138,6 +156,18 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
         raise UserError(
             f"--nbest is {results.nbest}; expected at most {arguments.search.beam_size}, the value "
             "of --beam-size."
+        )
+    others = results != Results(alignment_layer=results.alignment_layer) or scoring.score
+    if files.has_markup and others:
+        raise UserError(
+            "--nbest, --alignments, --token-scores and --score do not apply to HTML and XML; omit "
+            "them."
+        )
+    whole = files.format in ("html", "xml")
+    if whole and (files.resume or files.shard != "0/1" or scoring.reference):
+        raise UserError(
+            f"--resume, --shard and --reference do not apply to --format {files.format}, because "
+            "the input is one document; omit them."
         )
     output, source = files.output or "/dev/stdout", files.input or "/dev/stdin"
     check_not_input(output, source, scoring.reference, scoring.score)
@@ -191,11 +221,12 @@ def decode(argv: Sequence[str]) -> None:
         sys.stdin.buffer if files.input is None else files.input,
         files.format,
         files.text_field,
+        markup=files.markup,
         shard=(start, step),
         targets=asked.score,
     )
     first = list(islice(records, 1))  # an unreadable input leaves the output unchanged
-    results, text, best = arguments.results, files.format == "text", []
+    results, text, best = arguments.results, files.format != "jsonl", []
     lines = partial(results.text, scores=asked.score is not None) if text else results.json
     numbered = text and results.nbest > 1
     with open_output(files.output, resume=files.resume, numbered=numbered) as (write, kept):
@@ -224,17 +255,18 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     """
     from transformer_jax.decoding.devices import devices_for_rows
     from transformer_jax.decoding.ensemble import load_models
+    from transformer_jax.decoding.markup import PLACEHOLDERS
     from transformer_jax.decoding.scoring import Scorer
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
 
     enable_compilation_cache()
-    results, search = arguments.results, arguments.search
-    size = arguments.files.window or 100 * search.batch_size
+    results, search, files = arguments.results, arguments.search, arguments.files
+    size = files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))
     task = Translator if arguments.scoring.score is None else Scorer
     model, tokenizer, config = load_models(arguments.workdir, **vars(search))
-    languages = arguments.files.source_language, arguments.files.target_language
+    languages = files.source_language, files.target_language
     loaded = model, tokenizer.with_languages(*languages), config
     models: Translator | Scorer = task(*loaded, devices=devices)
     aligner: Scorer | None = None
@@ -245,7 +277,11 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     def answers(records: Iterator[Record]) -> Answers:
         for block in blocks(records, size):
             found: Iterable[list[Translation]]
-            if isinstance(models, Scorer):
+            if files.has_markup and isinstance(models, Translator):
+                layer, protect = results.alignment_layer, (*PLACEHOLDERS, *files.protect)
+                documents = models.documents(block, layer=layer, protect=protect)
+                found = ([document] for document in documents)
+            elif isinstance(models, Scorer):
                 scored = models.score([(record, record.target or "") for record in block])
                 found = ([translation] for translation in scored)
             else:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeAlias, TypeVar
 
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import Alignment
@@ -17,6 +17,9 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.checks import Few, Section
 
 T = TypeVar("T")
+
+Format: TypeAlias = Literal["text", "jsonl", "html", "xml"]
+"""Format of a file: a sentence per line, a JSON object per line, or one document."""
 
 OUTPUT_FIELDS = (
     *("translation", "score", "log_prob", "hypotheses"),
@@ -36,6 +39,8 @@ class Request:
     """Language code of the text, for a many-to-many model; '': the tokenizer's default."""
     target_language: str = ""
     """Language code of the translation; '': the tokenizer's default."""
+    format: Literal["text", "html", "xml"] = "text"
+    """Format of the text and its translation, for ``Translator.documents``."""
     number: int = 0
     """Line number, used in messages and as the sampling seed. 0 stands for the line's position in
     the stream, counting from 1.
@@ -116,15 +121,18 @@ def check_text(text: object, name: str) -> None:
 
 def read_records(
     source: str | Path | BinaryIO,
-    format: Literal["text", "jsonl"] = "text",
+    format: Format = "text",
     text_field: str = "text",
     *,
+    markup: Literal["html", "xml"] | None = None,
     shard: tuple[int, int] = (0, 1),
     targets: str | Path | None = None,
 ) -> Iterator[Record]:
     """Read the records of a file (optionally ``.gz``) or a stream, lazily.
 
     Args:
+      format: see ``Format``.
+      markup: format of each line or field of text.
       shard: (i, n) reads only lines i, i + n, i + 2n, ..., counting from 0.
       targets: file with a target for each line.
 
@@ -133,6 +141,9 @@ def read_records(
         ``targets`` have different numbers of lines. The message includes the line number.
     """
     name = str(source if isinstance(source, str | Path) else getattr(source, "name", "the input"))
+    if format in ("html", "xml"):
+        yield Record("\n".join(read_lines(source, keep_returns=True)), format=format, number=1)
+        return
     pairs = zip_longest(read_lines(source), read_lines(targets) if targets else ())
     for number, (line, target) in islice(enumerate(pairs, 1), shard[0], None, shard[1]):
         if targets and (line is None or target is None):
@@ -141,7 +152,7 @@ def read_records(
                 f"{short} has no line {number}, but {other} does; both files must have the same "
                 "number of lines because targets are paired with the input line by line."
             )
-        record = Record(line, number=number, target=target)
+        record = Record(line, number=number, target=target, format=markup or "text")
         if format == "jsonl":
             record = _from_json(record, f"{name}, line {number}", text_field)
         yield record
@@ -187,7 +198,8 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
     for name in ("source_language", "target_language"):
         codes[name] = values.get(name) or ""
         check_text(codes[name], f"{where}: field {name!r}")
-    text, prefix = text.replace("\n", " "), prefix.replace("\n", " ")
+    text = text.replace("\n", " ") if record.format == "text" else text
+    prefix = prefix.replace("\n", " ")
     return replace(record, text=text, prefix=prefix, fields=_fields(record.text), **codes)
 
 

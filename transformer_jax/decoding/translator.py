@@ -14,7 +14,9 @@ import jax
 
 from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble, check_vocabulary, load_models
+from transformer_jax.decoding.markup import PLACEHOLDERS, Document
 from transformer_jax.decoding.records import Request, Translation, blocks, check_text
+from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.segments import joint, split
 from transformer_jax.errors import UserError, short_repr
@@ -55,6 +57,8 @@ class Translator:
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
         suppress = tuple(tokenizer.target.require_ids(self.config.suppress, "decoding.suppress"))
         positions = model.config.position_limit - 1
+        self._devices = devices
+        self._scorer: Scorer | None = None
         self._longest_prefix = min(self.config.max_extra_length, positions)
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
@@ -111,6 +115,7 @@ class Translator:
 
     @parameters.setter
     def parameters(self, parameters: Any) -> None:
+        self._scorer = None
         for engine in self.engines:
             engine.parameters = parameters
 
@@ -148,6 +153,47 @@ class Translator:
         prepared = ((request, self.sentences(request, num_hypotheses)) for request in requests)
         size = window or 100 * self.config.batch_size
         return chain.from_iterable(map(self._translate, blocks(prepared, size)))
+
+    def documents(
+        self,
+        documents: Iterable[Request],
+        *,
+        layer: int = -1,
+        protect: Sequence[str] = PLACEHOLDERS,
+    ) -> Iterator[Translation]:
+        """Translate HTML and XML documents (``Request.format``): the best translation of each.
+
+        Each block of a document, such as a paragraph, is a line. Inline tags go around the words
+        that align with theirs (``Scorer.align``, with this ``layer``). ``protect`` are regular
+        expressions of placeholders, such as ``{name}``, which do not change; see ``Document``.
+        Scores are sums over the lines.
+
+        Raises the same errors as ``stream``.
+        """
+        scorer = self._scorer or Scorer(
+            self.model, self.tokenizer, self.config, devices=self._devices
+        )
+        self._scorer = scorer
+        requests = list(map(Request.of, documents, count(1)))
+        read = [
+            Document(request.text, request.format, self.tokenizer, protect=protect)
+            for request in requests
+        ]
+        lines = [
+            dataclasses.replace(request, text=line.text, prefix="" if i else request.prefix)
+            for request, document in zip(requests, read)
+            for i, line in enumerate(document.lines)
+        ]
+        found = [best for best, *_ in self.stream(lines)]
+        marked = [i for i, line in enumerate(x for d in read for x in d.lines) if line.marks]
+        pairs = [(lines[i], found[i]) for i in marked]
+        for i, aligned in zip(marked, scorer.align(pairs, layer=layer)):
+            found[i] = aligned
+        each = iter(found)
+        for document in read:
+            its = list(islice(each, len(document.lines)))
+            score, log_prob = (sum(x) for x in ([t.score for t in its], [t.log_prob for t in its]))
+            yield Translation(document.joined(its), score, log_prob, 0)
 
     def _translate(
         self, block: list[tuple[Request, list[Sentence]]]

@@ -98,7 +98,8 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
         models |= dict.fromkeys(pairs, model)
         pair = pairs[0] if len(pairs) == 1 else f"{len(pairs)} language pairs"
         log.info("%s from %s", pair, workdir)
-    return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
+    names = ("max_queue", "max_characters", "protect")
+    return Service(models, **{name: getattr(arguments, name) for name in names})
 
 
 def _listen(arguments: Arguments) -> socket.socket:

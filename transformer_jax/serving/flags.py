@@ -69,6 +69,8 @@ class Arguments:
     per segment."""
     max_characters: int = 20_000
     """Maximum number of characters in a request; longer requests get status 413."""
+    protect: tuple[str, ...] = ()
+    """HTML and XML: regular expressions of more text that passes unchanged (docs/decoding.md)."""
     timeout: float = 60.0
     """Maximum number of seconds from the start of a request to its response; slower requests get
     status 503."""

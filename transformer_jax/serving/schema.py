@@ -22,7 +22,7 @@ class Query(BaseModel):
         "auto", description="Source language; can be auto if only one fits the target."
     )
     target: str = Field(description="Target language.", examples=["de"])
-    format: Literal["text"] = Field("text", description="HTML is not supported.")
+    format: Literal["text", "html", "xml"] = Field("text", description="Format of the texts.")
     alternatives: int = Field(
         0, ge=0, description="Number of alternatives, less than the beam size."
     )

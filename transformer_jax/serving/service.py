@@ -25,8 +25,8 @@ from transformer_jax.serving.schema import (
     SentenceResponse,
     State,
 )
-from transformer_jax.serving.text import Cut, cut
-from transformer_jax.support import short_repr
+from transformer_jax.serving.text import Cut, cut, sentences
+from transformer_jax.support import PLACEHOLDERS, Document, short_repr
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +73,14 @@ class Service:
         *,
         max_queue: int,
         max_characters: int,
+        protect: Sequence[str] = (),
     ):
         self.models = dict(models)
         self._pairs_to = defaultdict[str, list[Pair]](list)
         for pair in models:
             self._pairs_to[folded(pair.target)].append(pair)
         self._searches = list({id(model): model for model in models.values()}.values())
-        self.max_queue, self.max_characters = max_queue, max_characters
+        self.max_queue, self.max_characters, self.protect = max_queue, max_characters, protect
         self.num_accepted = 0
         self._status: State = "compiling"
         self.registry = CollectorRegistry()
@@ -180,6 +181,7 @@ class Service:
             tasks.append((its_cut, list[_Task]()))
             for line, its in lines:
                 aligned = attention and _num_tokens(its) <= _LONGEST_ALIGNED
+                aligned = aligned or isinstance(its_cut, Document)
                 work = model.translate(line, alignments=aligned, turns=turns, segments=its)
                 task = asyncio.create_task(work)
                 task.add_done_callback(partial(self._release, pair, len(its)))
@@ -187,7 +189,7 @@ class Service:
                 tasks[-1][1].append(task)
         return Answering(query, pair, tasks)
 
-    def _prepare(self, query: Query, pair: Pair) -> list[tuple[Cut, list[_Line]]]:
+    def _prepare(self, query: Query, pair: Pair) -> list[tuple[Cut | Document, list[_Line]]]:
         """Split the texts of a query into sentences, and those into segments of tokens."""
         model = self.models[pair]
         translator, texts = model.translator, []
@@ -198,7 +200,13 @@ class Service:
         for text in query.texts:
             translator.check(Request(text, **languages))
             tag, rest = _split_tag(text, model)
-            its_cut = cut(rest, language=pair.source, split=query.split)
+            its_cut: Cut | Document
+            if query.format == "text":
+                its_cut = cut(rest, language=pair.source, split=query.split)
+            else:
+                divide = partial(sentences, language=pair.source, split=query.split)
+                tokenizer, protect = translator.tokenizer, (*PLACEHOLDERS, *self.protect)
+                its_cut = Document(rest, query.format, tokenizer, protect=protect, split=divide)
             requests = [
                 Request(tag + sentence, "" if i else query.prefix, number=1, **languages)
                 for i, sentence in enumerate(its_cut.sentences)
@@ -227,6 +235,12 @@ def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:
     return text.removesuffix(rest), rest
 
 
+def _joined(its_cut: Cut | Document, found: Sequence[Translation]) -> str:
+    if isinstance(its_cut, Document):
+        return its_cut.joined(found)
+    return its_cut.joined([each.text for each in found])
+
+
 def _num_tokens(segments: list[Sentence]) -> int:
     return sum(len(segment.tokens) for segment in segments)
 
@@ -246,13 +260,15 @@ class Answering:
 
     query: Query
     pair: Pair
-    texts: Sequence[tuple[Cut, Sequence[_Task]]]
+    texts: Sequence[tuple[Cut | Document, Sequence[_Task]]]
     """Each split text with one task per sentence."""
 
     async def whole(self) -> Answer:
         """Wait for the complete response."""
         await asyncio.gather(*(task for _, tasks in self.texts for task in tasks))
-        return self._answer()
+        if self.query.format == "text":
+            return self._answer()
+        return await asyncio.to_thread(self._answer)
 
     async def by_sentence(self) -> AsyncGenerator[SentenceEvent | Answer]:
         """Yield the sentences of a single text in order, then the complete response."""
@@ -260,7 +276,8 @@ class Answering:
         previous, ranked = "", self.query.alternatives > 0
         try:
             for index, (source, task) in enumerate(zip(its_cut.sentences, tasks)):
-                found, before = await task, its_cut.gap(index, previous)
+                found = await task
+                before = its_cut.gap(index, previous) if isinstance(its_cut, Cut) else ""
                 yield SentenceEvent.of_ranked(
                     found, ranked, source=source, index=index, before=before
                 )
@@ -275,7 +292,7 @@ class Answering:
         texts = [(its_cut, [task.result() for task in tasks]) for its_cut, tasks in self.texts]
         ranked = [
             [
-                its_cut.joined([each[min(rank, len(each) - 1)].text for each in found])
+                _joined(its_cut, [each[min(rank, len(each) - 1)] for each in found])
                 for rank in range(1 + count)
             ]
             for its_cut, found in texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import sentencex
 
@@ -12,7 +13,7 @@ from transformer_jax.support import joint
 
 _BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
 _LINE_BREAKS = re.compile(f"({_BREAK}+)")
-_SPACES = re.compile(r"\s+")
+_SPACE, _SPACES = re.compile(r"\s"), re.compile(r"\s+")
 # sentencex panics on unpaired surrogates and on some multi-byte whitespace.
 _UNSAFE = re.compile(rf"{_BREAK}|[\ud800-\udfff]|[^\S\x00-\x7f]")
 # sentencex takes quadratic time on some texts.
@@ -70,6 +71,16 @@ def cut(text: str, *, language: str, split: bool) -> Cut:
         sentences.append(_SPACES.sub(_without_break, sentence))
         kept = after
     return Cut(sentences, before, kept)
+
+
+def sentences(text: str, *, language: str, split: bool) -> Iterator[str]:
+    """Yield the sentences of a text of markup, with everything between them: whitespace has no
+    meaning. They add up to the text.
+    """
+    found = cut(_SPACE.sub(" ", text), language=language, split=split)
+    sizes = [len(before) + len(each) for before, each in zip(found.before, found.sentences)]
+    for start, end in pairwise([0, *list(accumulate(sizes))[:-1], len(text)]):
+        yield text[start:end]
 
 
 def _units(line: str, language: str) -> Iterator[str]:
