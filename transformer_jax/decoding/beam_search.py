@@ -43,7 +43,7 @@ class BeamSearch(Method):
     Finished hypotheses are ranked by log-probability / ``length_divisor``.
 
     If a sentence has terms, EOS is impossible before all are met, except at the last position, and
-    ``terms.order`` replaces the order by log-probability. If no hypothesis meets all terms, the
+    ``terms.top_candidates`` replaces the order by log-probability. If no hypothesis meets all terms, the
     result has those whose unmet terms have the fewest tokens.
     """
 
@@ -130,14 +130,15 @@ class BeamSearch(Method):
         )
         log_probs_BWK = state.live.log_probs_BW[:, :, None] + token_log_probs_RK.reshape(B, W, K)
         log_probs_BX = jnp.maximum(log_probs_BWK, IMPOSSIBLE).reshape(B, W * K)
-        order_BX = log_probs_BX
-        if terms_BKAM is not None:
+        if terms_BKAM is None:
+            _, places_BC = jax.lax.top_k(log_probs_BX, 2 * W)
+        else:
             tokens_BX = tokens_RK.reshape(B, W * K)
             repeated = jax.tree.map(lambda x: jnp.repeat(x, K, axis=1), live.progress)
             need_BX = terms.need(terms.advance(repeated, terms_BKAM, tokens_BX), terms_BKAM)
             left_B = state.limit_B - state.position_B - 2
-            order_BX = terms.order(need_BX, log_probs_BX, tokens_BX == self.eos_id, left_B, W)
-        _, places_BC = jax.lax.top_k(order_BX, 2 * W)
+            ends_BX = tokens_BX == self.eos_id
+            places_BC = terms.top_candidates(need_BX, log_probs_BX, ends_BX, left_B, W)
         tokens_BC, token_log_probs_BC = (
             jnp.take_along_axis(x.reshape(B, W * K), places_BC, axis=1)
             for x in (tokens_RK, token_log_probs_RK)

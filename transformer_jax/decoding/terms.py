@@ -111,10 +111,10 @@ def with_next(
     return jnp.where(possible_RC, values_RC, IMPOSSIBLE), tokens_RC
 
 
-def order(
+def top_candidates(
     need_BX: Array, log_probs_BX: Array, ends_BX: Array, left_B: Array, beam_size: int
 ) -> Array:
-    """Return a key that orders candidates, highest first.
+    """Return the indices of the 2W first candidates, in order.
 
     Candidates of equal ``need`` form a bank (Post and Vilar, 2018), ordered by log-probability. The
     beam takes the best of each bank, then the second-best, and so on. In each round, the order is
@@ -122,15 +122,21 @@ def order(
     ends that rank among the first W of their bank, and the best candidate whose terms fit into the
     ``left_B`` tokens before EOS. Thus all terms are met if they fit.
     """
-    possible_BX = log_probs_BX > IMPOSSIBLE / 2
-    is_better_BXX = log_probs_BX[:, None] > log_probs_BX[:, :, None]
-    rank_BX = (is_better_BXX & (need_BX[:, None] == need_BX[:, :, None])).sum(axis=2)
-    value_BX = log_probs_BX - _COST * need_BX
+    place_BX = jax.lax.broadcasted_iota(jnp.int32, need_BX.shape, 1)
+    need_BX, minus_BX, index_BX, ends_BX = jax.lax.sort(
+        (need_BX, -log_probs_BX, place_BX, ends_BX), num_keys=2
+    )
+    is_best_BX = jnp.diff(need_BX, axis=1, prepend=-1) != 0
+    rank_BX = place_BX - jax.lax.cummax(jnp.where(is_best_BX, place_BX, 0), axis=1)
+    possible_BX = minus_BX < -IMPOSSIBLE / 2
+    value_BX = -minus_BX - _COST * need_BX
     fits_BX = possible_BX & (need_BX <= left_B[:, None])
     best_B1 = jnp.where(fits_BX, value_BX, -jnp.inf).max(axis=1, keepdims=True)
     key_BX = jnp.where(fits_BX & (value_BX == best_B1), _ROUND, value_BX - _ROUND * rank_BX)
     is_end_BX = ends_BX & possible_BX & (rank_BX < beam_size)
-    return jnp.where(is_end_BX, 1e6 - 1e3 * need_BX - rank_BX, key_BX)
+    key_BX = jnp.where(is_end_BX, 1e6 - 1e3 * need_BX - rank_BX, key_BX)
+    _, places_BC = jax.lax.top_k(key_BX, 2 * beam_size)
+    return jnp.take_along_axis(index_BX, places_BC, axis=1)
 
 
 def _lengths_BKA(terms_BKAM: Array) -> Array:
