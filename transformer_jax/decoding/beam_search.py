@@ -43,8 +43,8 @@ class BeamSearch(Method):
     Finished hypotheses are ranked by log-probability / ``length_divisor``.
 
     If a sentence has terms, EOS is impossible before all are met, except at the last position, and
-    ``terms.top_candidates`` replaces the order by log-probability. If no hypothesis meets all terms, the
-    result has those whose unmet terms have the fewest tokens.
+    ``terms.top_candidates`` replaces the order by log-probability. If no hypothesis meets all
+    terms, the result has those whose unmet terms have the fewest tokens.
     """
 
     patience: PositiveFloat | None = None

@@ -28,6 +28,7 @@ from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_block, make_buckets
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Hypothesis, Method, Sentence, results
+from transformer_jax.decoding.terms import SIZES
 from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.matmul import check_int8
@@ -228,8 +229,8 @@ class Engine:
 
     def dispatch(self, sentences: Mapping[int, Sentence]) -> Iterator[Found]:
         """Start the search for numbered sentences, given by shape of their terms, longest first.
-        Sentences of a block have the same padded length. Yields results that the device may still be computing. Each sentence
-        appears in exactly one result.
+        Sentences of a block have the same padded length. Yields results that the device may still
+        be computing. Each sentence appears in exactly one result.
         """
         by_bucket = groupby(sentences, key=lambda n: self.bucket_of(sentences[n]))
         for bucket, numbers in by_bucket:
@@ -260,6 +261,11 @@ class Engine:
             "(decoding.max_source_length or, with learned positions, model.max_positions; minus 1 "
             "for EOS)."
         )
+
+    def buckets_with_terms(self, most: int) -> list[Bucket]:
+        """Return the buckets for sentences with up to ``most`` terms, or those without terms."""
+        sizes = [(), *(size for size in SIZES if size[0] <= most)]
+        return [bucket._replace(terms=size) for size in sizes for bucket in self.buckets]
 
     def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Rows:
         """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""

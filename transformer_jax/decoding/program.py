@@ -56,6 +56,10 @@ class Files(Section, prefix="--"):
     text_field: str = "text"
     """JSONL: the field to translate. If a line has a `prefix` field, its translation begins with
     that text."""
+    glossary: str | None = None
+    """TSV file of terms: a source term, then target terms (one or several alternatives), of which
+    the translation of a line with the source term contains one. In JSONL, a `glossary` field adds
+    terms for its line."""
     source_language: str = ""
     """Many-to-many models: language code of the input. A JSONL line can have its own in a field of
     this name. Default: that of the model."""
@@ -139,8 +143,10 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
             f"--nbest is {results.nbest}; expected at most {arguments.search.beam_size}, the value "
             "of --beam-size."
         )
+    if files.glossary is not None and scoring.score is not None:
+        raise UserError("--glossary is set; expected it without --score, which has no search.")
     output, source = files.output or "/dev/stdout", files.input or "/dev/stdin"
-    check_not_input(output, source, scoring.reference, scoring.score)
+    check_not_input(output, source, files.glossary, scoring.reference, scoring.score)
     return arguments, config
 
 
@@ -224,6 +230,7 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     """
     from transformer_jax.decoding.devices import devices_for_rows
     from transformer_jax.decoding.ensemble import load_models
+    from transformer_jax.decoding.glossary import read_glossary
     from transformer_jax.decoding.scoring import Scorer
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
@@ -231,12 +238,13 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     enable_compilation_cache()
     results, search = arguments.results, arguments.search
     size = arguments.files.window or 100 * search.batch_size
+    more: Any = {"glossary": read_glossary(path)} if (path := arguments.files.glossary) else {}
     devices = tuple(devices_for_rows(search.batch_size))
     task = Translator if arguments.scoring.score is None else Scorer
     model, tokenizer, config = load_models(arguments.workdir, **vars(search))
     languages = arguments.files.source_language, arguments.files.target_language
     loaded = model, tokenizer.with_languages(*languages), config
-    models: Translator | Scorer = task(*loaded, devices=devices)
+    models: Translator | Scorer = task(*loaded, devices=devices, **more)
     aligner: Scorer | None = None
     if results.alignments:
         aligner = models if isinstance(models, Scorer) else Scorer(*loaded, devices=devices)

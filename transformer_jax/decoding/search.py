@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
-from transformer_jax.decoding.terms import Progress, start_progress
+from transformer_jax.decoding.terms import start_progress
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Count, NonNegative, Positive, Section
 
@@ -45,8 +44,8 @@ class Sentence(NamedTuple):
     """Sampling seed of the sentence."""
     wanted: int = 1
     """Number of hypotheses to find, at most ``decoding.beam_size``."""
-    terms: np.ndarray | None = None
-    """Terms that the translation must contain (beam search only), from ``term_table``."""
+    terms: Any = None
+    """Terms that the translation must contain (beam search only): a ``term_table``, or None."""
 
 
 class Hypothesis(NamedTuple):
@@ -84,8 +83,8 @@ class Beams(NamedTuple):
     token_log_probs_BWL: Array
     log_probs_BW: Array
     """IMPOSSIBLE marks a slot without a live hypothesis."""
-    progress: Progress | None = None
-    """Progress in the sentence's terms. None: no terms."""
+    progress: Any = None
+    """``Progress`` in the sentence's terms. None: no terms."""
 
 
 class SearchState(NamedTuple):

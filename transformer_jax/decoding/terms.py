@@ -38,9 +38,9 @@ class Progress(NamedTuple):
     """uint32: bit m is set if the hypothesis ends with the alternative's first m + 1 tokens."""
 
 
-def term_table(terms: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+def term_table(terms: Sequence[Sequence[Sequence[int]]], name: str = "The sentence") -> np.ndarray:
     """Return the token ids of each term's alternatives as an array [K, A, M] of the smallest of
-    ``SIZES``. Raises ``UserError`` if they are too many or too long.
+    ``SIZES``. Raises ``UserError``, which begins with ``name``, if they are too many or too long.
 
     Alternatives are padded with -1. A missing alternative is a copy of the first; a missing term
     has no tokens.
@@ -50,8 +50,9 @@ def term_table(terms: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
     fitting = [size for size in SIZES if all(n <= most for n, most in zip(needed, size))]
     if not fitting:
         raise UserError(
-            f"A sentence has {needed[0]} terms, with up to {needed[1]} alternatives of up to "
-            f"{needed[2]} tokens; expected at most {SIZES[-1]}. Shorten the glossary."
+            f"{name}: {needed[0]} terms with up to {needed[1]} alternatives of up to {needed[2]} "
+            "tokens; expected at most {} terms in a sentence, {} alternatives and {} tokens. "
+            "Shorten the glossary.".format(*SIZES[-1])
         )
     table_KAM = np.full(fitting[0], -1, np.int32)
     for term, table_AM in zip(terms, table_KAM):

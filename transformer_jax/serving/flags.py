@@ -69,6 +69,8 @@ class Arguments:
     per segment."""
     max_characters: int = 20_000
     """Maximum number of characters in a request; longer requests get status 413."""
+    max_terms: Literal[0, 1, 4, 16, 64] = 0
+    """Maximum number of glossary terms in a sentence. More take longer to compile at startup."""
     timeout: float = 60.0
     """Maximum number of seconds from the start of a request to its response; slower requests get
     status 503."""
