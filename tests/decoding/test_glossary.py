@@ -101,7 +101,7 @@ def test_each_segment_of_a_long_line_has_its_terms(with_glossary):
 
 def test_a_term_that_does_not_fit_is_reported(model, tokenizer, caplog):
     short = dataclasses.replace(CONFIG, max_extra_length=1)
-    glossary = {"one": "SEVEN SEVEN SEVEN SEVEN", "two": "TWO"}
+    glossary = {"one": "SEVEN " * 10, "two": "TWO"}
     with caplog.at_level(logging.WARNING):
         found = list(Translator(model, tokenizer, short, glossary=glossary).stream(["one two"]))
     [[best]] = found

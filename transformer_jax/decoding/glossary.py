@@ -55,17 +55,17 @@ class Glossary(Found):
             targets = [chosen] if isinstance(chosen, str) else chosen
             if not isinstance(targets, list | tuple) or not targets:
                 raise UserError(f"{where} is {short_repr(chosen)}; expected target terms.")
+            found: list[tuple[str, list[int]]] = []
             for text in (source, *targets):
                 check_text(text, where)
                 if not text.strip():
                     raise UserError(f"{where} has the blank term {text!r}; remove it.")
-            found = [pair for text in targets for pair in _tokenized(text.strip(), target)]
-            for text, ids in found:
-                if wrong := sorted({*ids} & {*forbidden}):
-                    tokens = " ".join(target.tokens(wrong))
+            for text in targets:
+                found += (pairs := _tokenized(text.strip(), target))
+                if wrong := {*pairs[0][1]} & {*forbidden}:
                     raise UserError(
-                        f"{where}: the target term {short_repr(text.strip())} has tokens that "
-                        f"cannot be generated ({tokens}); change it."
+                        f"{where}: the target term {short_repr(text)} has tokens that cannot be "
+                        f"generated ({' '.join(target.tokens(wrong))}); change it."
                     )
             term_table([[ids for _, ids in found]], where)
             self[source] = found
