@@ -80,7 +80,7 @@ def quality(arguments: Any, pairs: Sequence[tuple[str, str]], terms: Any) -> Tab
             "terms": num_terms,
             "met": 1 - sum(missing) / num_terms,
             "lines": missing.count(0) / len(chosen),
-            "BLEU": bleu(texts, references).score,
+            "BLEU": bleu(texts, references, tokenize=arguments.bleu_tokenize).value,
             "longer": lengths[-1] / lengths[0],
         }
     return table
@@ -134,6 +134,7 @@ def main() -> None:
     made.add_argument("--sentences", type=int, default=1000)
     made.add_argument("--beam-size", type=int, default=4)
     made.add_argument("--batch-size", type=int, default=32)
+    made.add_argument("--bleu-tokenize", default="13a")
     arguments = made.parse_args()
 
     def read(files: Sequence[str], most: int | None = None) -> list[tuple[str, str]]:
