@@ -267,6 +267,22 @@ def test_a_prefix_begins_the_translation(decode):
     assert json.loads(out)["translation"].startswith("FIVE")
 
 
+def test_a_translation_contains_the_terms_of_a_glossary(decode, tmp_path):
+    """Of a file and of the line, or a warning names those that do not fit."""
+    path = tmp_path / "terms.tsv"
+    path.write_text("one\tFIVE\tFOUR\nfour\tONE ONE ONE ONE ONE ONE ONE ONE\n")
+    lines = b'{"text": "one two", "glossary": {"two": "THREE"}}\n{"text": "four"}\n'
+    flags = "--format", "jsonl", "--glossary", str(path)
+    _, out, err = decode(*flags, stdin=lines)
+    met, missing = map(json.loads, out.splitlines())
+    assert " THREE" in f" {met['translation']}" and "unmet" not in met
+    assert any(word in f" {met['translation']}" for word in (" FIVE", " FOUR"))
+    assert missing["unmet"] == ["four"] and missing["translation"]
+    assert "Line 2: the translation lacks the glossary's terms for: four." in err
+    status, _, err = decode(*flags, stdin=b'{"text": "one", "glossary": {"one": "\xe2\x82\xac"}}\n')
+    assert status == 2 and "Line 1: glossary: 'one': the target term" in err
+
+
 def test_alignments(decode, expected):
     status, out, _ = decode("--alignments", "hard")
     assert status == 0
