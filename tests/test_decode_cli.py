@@ -395,6 +395,7 @@ def test_defaults_that_depend_on_other_flags(workdir):
         (("--shard", "2/2"), "shard is '2/2'; expected i/n with i from 0 to n - 1"),
         (("--window", 0), "window is 0; expected a positive number"),
         (("--nbest", 0), "nbest is 0; expected a positive number"),
+        (("--glossary", "f", "--score", "f"), "--glossary is set; expected it without --score"),
         (("--nbest", 3), "--nbest is 3; expected at most 2, the value of --beam-size"),
         (("--nbest", 1000), "--nbest is 1000; expected a positive number up to 512"),
         (("--beam-size", 0), "decoding.beam_size is 0"),
@@ -452,7 +453,7 @@ INPUTS = [
 @pytest.mark.parametrize("flag", INPUTS)
 def test_the_file_of_every_input_flag_is_never_the_output(workdir, tmp_path, monkeypatch, flag):
     """Also together with other inputs and by another name. Nothing is written."""
-    assert INPUTS == ["input", "reference", "score"]
+    assert INPUTS == ["input", "glossary", "reference", "score"]
     monkeypatch.chdir(tmp_path)
     for name in (*INPUTS, "x"):
         Path(name).write_bytes(TEXT)

@@ -143,10 +143,10 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
             f"--nbest is {results.nbest}; expected at most {arguments.search.beam_size}, the value "
             "of --beam-size."
         )
-    if files.glossary is not None and scoring.score is not None:
-        raise UserError("--glossary is set; expected it without --score, which has no search.")
     output, source = files.output or "/dev/stdout", files.input or "/dev/stdin"
     check_not_input(output, source, files.glossary, scoring.reference, scoring.score)
+    if files.glossary is not None and scoring.score is not None:
+        raise UserError("--glossary is set; expected it without --score, which has no search.")
     return arguments, config
 
 
