@@ -145,8 +145,6 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
         )
     output, source = files.output or "/dev/stdout", files.input or "/dev/stdin"
     check_not_input(output, source, files.glossary, scoring.reference, scoring.score)
-    if files.glossary is not None and scoring.score is not None:
-        raise UserError("--glossary is set; expected it without --score, which has no search.")
     return arguments, config
 
 
@@ -238,9 +236,10 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     enable_compilation_cache()
     results, search = arguments.results, arguments.search
     size = arguments.files.window or 100 * search.batch_size
-    more: Any = {"glossary": read_glossary(path)} if (path := arguments.files.glossary) else {}
     devices = tuple(devices_for_rows(search.batch_size))
     task = Translator if arguments.scoring.score is None else Scorer
+    path = arguments.files.glossary
+    more: Any = {"glossary": read_glossary(path)} if path and task is Translator else {}
     model, tokenizer, config = load_models(arguments.workdir, **vars(search))
     languages = arguments.files.source_language, arguments.files.target_language
     loaded = model, tokenizer.with_languages(*languages), config
