@@ -283,6 +283,22 @@ def test_a_prefix_begins_the_translation(decode):
     assert json.loads(out)["translation"].startswith("FIVE")
 
 
+def test_a_translation_contains_the_terms_of_a_glossary(decode, tmp_path):
+    """Of a file and of the line, or a warning names those that do not fit."""
+    path = tmp_path / "terms.tsv"
+    path.write_text("one\tFIVE\tFOUR\nfour\tONE ONE ONE ONE ONE ONE ONE ONE\n")
+    lines = b'{"text": "one two", "glossary": {"two": "THREE"}}\n{"text": "four"}\n'
+    flags = "--format", "jsonl", "--glossary", str(path)
+    _, out, err = decode(*flags, stdin=lines)
+    met, missing = map(json.loads, out.splitlines())
+    assert " THREE" in f" {met['translation']}" and "unmet" not in met
+    assert any(word in f" {met['translation']}" for word in (" FIVE", " FOUR"))
+    assert missing["unmet"] == ["four"] and missing["translation"]
+    assert "Line 2: the translation lacks the glossary's terms for: four." in err
+    status, _, err = decode(*flags, stdin=b'{"text": "one", "glossary": {"one": "\xe2\x82\xac"}}\n')
+    assert status == 2 and "Line 1: glossary: 'one': the target term" in err
+
+
 def test_alignments(decode, expected):
     status, out, _ = decode("--alignments", "hard")
     assert status == 0
@@ -404,6 +420,7 @@ def test_defaults_that_depend_on_other_flags(workdir):
         (("--format", "xml", "--shard", "0/2"), "do not apply to --format xml, because the input"),
         (("--window", 0), "window is 0; expected a positive number"),
         (("--nbest", 0), "nbest is 0; expected a positive number"),
+        (("--glossary", __file__), "test_decode_cli.py, line 1 is "),
         (("--nbest", 3), "--nbest is 3; expected at most 2, the value of --beam-size"),
         (("--nbest", 1000), "--nbest is 1000; expected a positive number up to 512"),
         (("--beam-size", 0), "decoding.beam_size is 0"),
@@ -461,7 +478,7 @@ INPUTS = [
 @pytest.mark.parametrize("flag", INPUTS)
 def test_the_file_of_every_input_flag_is_never_the_output(workdir, tmp_path, monkeypatch, flag):
     """Also together with other inputs and by another name. Nothing is written."""
-    assert INPUTS == ["input", "reference", "score"]
+    assert INPUTS == ["input", "glossary", "reference", "score"]
     monkeypatch.chdir(tmp_path)
     for name in (*INPUTS, "x"):
         Path(name).write_bytes(TEXT)

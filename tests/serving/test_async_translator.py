@@ -59,6 +59,25 @@ def test_each_task_gets_the_translators_result(translator, shared) -> None:
         assert got[0].log_prob == pytest.approx(expected[0].log_prob, abs=1e-4)
 
 
+def test_terms_travel_with_their_sentences(translator, shared) -> None:
+    """Sentences with terms and without are in progress together. More terms are refused."""
+    terms = {"one": "TWO", "nine": ["TEN", "SIX"]}
+    lines = [Request(line, glossary=terms if i % 2 else {}) for i, line in enumerate(LINES)]
+    limited = AsyncTranslator(translator, max_terms=4)
+    limited.start()
+
+    async def all_at_once():
+        return await asyncio.gather(*map(limited.translate, lines))
+
+    found = [best for [best] in asyncio.run(all_at_once())]
+    limited.close()
+    expected = [best for [best] in translator.stream(lines)]
+    assert [each.text for each in found] == [each.text for each in expected]
+    assert not any(each.unmet for each in found)
+    with pytest.raises(UserError, match=r"needs \(terms, .*\) \(1, 1, 8\); expected one of none"):
+        asyncio.run(shared.translate(Request("one", glossary=terms)))
+
+
 def test_alignments_equal_the_scorers(translator, shared) -> None:
     [plain] = asyncio.run(shared.translate(LINES[3]))
     assert plain.alignment is None

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from transformer_jax.decoding import terms
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
@@ -40,6 +41,10 @@ class BeamSearch(Method):
     log-probability divided by the length penalty at the maximum length is an upper bound.
 
     Finished hypotheses are ranked by log-probability / ``length_divisor``.
+
+    If a sentence has terms, EOS is impossible before all are met, except at the last position, and
+    ``terms.top_candidates`` replaces the order by log-probability. If no hypothesis meets all
+    terms, the result has those whose unmet terms have the fewest tokens.
     """
 
     patience: PositiveFloat | None = None
@@ -69,6 +74,14 @@ class BeamSearch(Method):
         first = jax.tree.map(lambda x: x[:, :W], candidates)
         scores_BW = first.log_probs_BW / self.divisor(state.position_B + 1)[:, None]
         ends_BW = ends_BC[:, :W]
+        if state.terms_BKAM is not None:
+            progress = terms.advance(candidates.progress, state.terms_BKAM, tokens_BC)
+            need_BC = terms.need(progress, state.terms_BKAM)
+            has_ended_B1 = state.finished.scores_BN[:, :1] > IMPOSSIBLE / 2
+            ends_BW &= need_BC[:, :W] <= jnp.where(has_ended_B1, 0, need_BC[:, :1])
+            is_kept_BC = jnp.cumsum(~ends_BC, axis=1) <= W
+            log_probs_BC = jnp.where(is_kept_BC, candidates.log_probs_BW, IMPOSSIBLE)
+            candidates = candidates._replace(progress=progress, log_probs_BW=log_probs_BC)
         finished = finish(state, first, ends_BW, scores_BW)
 
         log_probs_BC = jnp.where(ends_BC, IMPOSSIBLE, candidates.log_probs_BW)
@@ -99,6 +112,12 @@ class BeamSearch(Method):
         (B, W), V = state.live.log_probs_BW.shape, logits_RV.shape[1]
         K = min(2 * W, V)
         values_RK, tokens_RK = top_k(logits_RV, K)
+        live, terms_BKAM = state.live, state.terms_BKAM
+        if terms_BKAM is not None:
+            values_RK, tokens_RK = terms.with_next(
+                live.progress, terms_BKAM, tokens_RK, logits_RV, self.eos_id
+            )
+            K = tokens_RK.shape[1]
         # A forced token is the only continuation, regardless of the constraints.
         forced_R1, first_1K = forced_R[:, None], (jnp.arange(K) == 0)[None]
         forced_value_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
@@ -111,7 +130,15 @@ class BeamSearch(Method):
         )
         log_probs_BWK = state.live.log_probs_BW[:, :, None] + token_log_probs_RK.reshape(B, W, K)
         log_probs_BX = jnp.maximum(log_probs_BWK, IMPOSSIBLE).reshape(B, W * K)
-        _, places_BC = jax.lax.top_k(log_probs_BX, 2 * W)
+        if terms_BKAM is None:
+            _, places_BC = jax.lax.top_k(log_probs_BX, 2 * W)
+        else:
+            tokens_BX = tokens_RK.reshape(B, W * K)
+            repeated = jax.tree.map(lambda x: jnp.repeat(x, K, axis=1), live.progress)
+            need_BX = terms.need(terms.advance(repeated, terms_BKAM, tokens_BX), terms_BKAM)
+            left_B = state.limit_B - state.position_B - 2
+            ends_BX = tokens_BX == self.eos_id
+            places_BC = terms.top_candidates(need_BX, log_probs_BX, ends_BX, left_B, W)
         tokens_BC, token_log_probs_BC = (
             jnp.take_along_axis(x.reshape(B, W * K), places_BC, axis=1)
             for x in (tokens_RK, token_log_probs_RK)

@@ -28,6 +28,7 @@ from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_block, make_buckets
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Hypothesis, Method, Sentence, results
+from transformer_jax.decoding.terms import SIZES
 from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.matmul import check_int8
@@ -113,6 +114,7 @@ class _Search(NamedTuple):
         start = partial(self.start_cache, bucket=bucket, max_length=longest)
         shapes = jax.eval_shape(start, weights, source_BS)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / 1e9
+        terms_BKAM = jnp.full((num_rows, *bucket.terms), -1) if bucket.terms else None
         said = "Compiling the search for %d sentences of up to %d tokens (KV cache: %.1f GB)."
         logger.info(said, num_rows, bucket.lengths[-1], size)
         state = self.method.start(
@@ -120,6 +122,7 @@ class _Search(NamedTuple):
             max_length=longest,
             prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
             seed_B=jnp.zeros(num_rows, jnp.uint32),
+            terms_BKAM=terms_BKAM,
         )
         return Rows(jnp.full(num_rows, EMPTY, jnp.int32), state, shapes.empty_like())
 
@@ -225,9 +228,9 @@ class Engine:
         return search_together([self], sentences)
 
     def dispatch(self, sentences: Mapping[int, Sentence]) -> Iterator[Found]:
-        """Start the search for numbered sentences, given longest first. Sentences of a block have
-        the same padded length. Yields results that the device may still be computing. Each sentence
-        appears in exactly one result.
+        """Start the search for numbered sentences, given by shape of their terms, longest first.
+        Sentences of a block have the same padded length. Yields results that the device may still
+        be computing. Each sentence appears in exactly one result.
         """
         by_bucket = groupby(sentences, key=lambda n: self.bucket_of(sentences[n]))
         for bucket, numbers in by_bucket:
@@ -246,16 +249,23 @@ class Engine:
             yield self.results(rows)
 
     def bucket_of(self, sentence: Sentence) -> Bucket:
-        """Find the bucket for a sentence's length. Raises ``UserError`` if it is too long."""
+        """Find the bucket for a sentence's length and terms. Raises ``UserError`` if it is too
+        long.
+        """
         length = len(sentence.tokens)
         for bucket in self.buckets:
             if length < bucket.lengths[-1]:
-                return bucket
+                return bucket._replace(terms=np.shape(sentence.terms))
         raise UserError(
             f"A sentence has {length} source tokens; expected at most {self.longest_source - 1} "
             "(decoding.max_source_length or, with learned positions, model.max_positions; minus 1 "
             "for EOS)."
         )
+
+    def buckets_with_terms(self, most: int) -> list[Bucket]:
+        """Return the buckets for sentences with up to ``most`` terms, or those without terms."""
+        sizes = [(), *(size for size in SIZES if size[0] <= most)]
+        return [bucket._replace(terms=size) for size in sizes for bucket in self.buckets]
 
     def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Rows:
         """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
@@ -318,7 +328,8 @@ def search_together(
     """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
     engines than needed to give every sentence a row.
     """
-    order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))
+    keys = [(np.shape(sentence.terms), -len(sentence.tokens)) for sentence in sentences]
+    order = sorted(range(len(sentences)), key=keys.__getitem__)
     if order:
         bucket = engines[0].bucket_of(sentences[order[0]])
         engines = engines[: -(-len(order) // bucket.rows)]

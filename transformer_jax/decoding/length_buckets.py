@@ -24,6 +24,8 @@ class Bucket(NamedTuple):
     """
     rows: int
     """Number of sentences decoded at a time."""
+    terms: tuple[int, ...] = ()
+    """Shape of each sentence's ``terms``; (): none."""
 
     @property
     def block_size(self) -> int:
@@ -74,6 +76,10 @@ def make_block(
         seed_Q[place] = sentence.seed
         wanted_Q[place] = sentence.wanted
     start = {"limit_B": limit_Q, "prefix_BP": prefix_QP, "seed_B": seed_Q, "wanted_B": wanted_Q}
+    if bucket.terms:
+        start["terms_BKAM"] = np.full((size, *bucket.terms), -1, np.int32)
+        for place, sentence in enumerate(sentences.values()):
+            start["terms_BKAM"][place] = -1 if sentence.terms is None else sentence.terms
     return source_QS, number_Q, start
 
 

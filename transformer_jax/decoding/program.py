@@ -64,6 +64,10 @@ class Files(Section, prefix="--"):
     text_field: str = "text"
     """JSONL: the field to translate. If a line has a `prefix` field, its translation begins with
     that text."""
+    glossary: str | None = None
+    """TSV file of terms: a source term, then target terms (one or several alternatives), of which
+    the translation of a line with the source term contains one. In JSONL, a `glossary` field adds
+    terms for its line."""
     source_language: str = ""
     """Many-to-many models: language code of the input. A JSONL line can have its own in a field of
     this name. Default: that of the model."""
@@ -170,7 +174,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
             "the input is one document; omit them."
         )
     output, source = files.output or "/dev/stdout", files.input or "/dev/stdin"
-    check_not_input(output, source, scoring.reference, scoring.score)
+    check_not_input(output, source, files.glossary, scoring.reference, scoring.score)
     return arguments, config
 
 
@@ -255,6 +259,7 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     """
     from transformer_jax.decoding.devices import devices_for_rows
     from transformer_jax.decoding.ensemble import load_models
+    from transformer_jax.decoding.glossary import read_glossary
     from transformer_jax.decoding.markup import PLACEHOLDERS
     from transformer_jax.decoding.scoring import Scorer
     from transformer_jax.decoding.translator import Translator
@@ -265,10 +270,12 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     size = files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))
     task = Translator if arguments.scoring.score is None else Scorer
+    path = arguments.files.glossary
+    more: Any = {"glossary": read_glossary(path)} if path and task is Translator else {}
     model, tokenizer, config = load_models(arguments.workdir, **vars(search))
     languages = files.source_language, files.target_language
     loaded = model, tokenizer.with_languages(*languages), config
-    models: Translator | Scorer = task(*loaded, devices=devices)
+    models: Translator | Scorer = task(*loaded, devices=devices, **more)
     aligner: Scorer | None = None
     if results.alignments:
         aligner = models if isinstance(models, Scorer) else Scorer(*loaded, devices=devices)

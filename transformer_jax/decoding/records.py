@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -20,9 +20,11 @@ T = TypeVar("T")
 
 Format: TypeAlias = Literal["text", "jsonl", "html", "xml"]
 """Format of a file: a sentence per line, a JSON object per line, or one document."""
+GlossaryTerms: TypeAlias = Mapping[str, str | Sequence[Any]]
+"""Source terms, each with one target term or several alternatives (str). Or a ``Glossary``."""
 
 OUTPUT_FIELDS = (
-    *("translation", "score", "log_prob", "hypotheses"),
+    *("translation", "score", "log_prob", "hypotheses", "unmet"),
     *("tokens", "token_scores", "source_tokens", "alignment"),
 )
 """Fields of a JSON object that translation adds or overwrites."""
@@ -41,6 +43,8 @@ class Request:
     """Language code of the translation; '': the tokenizer's default."""
     format: Literal["text", "html", "xml"] = "text"
     """Format of the text and its translation, for ``Translator.documents``."""
+    glossary: GlossaryTerms = field(default_factory=dict, hash=False)
+    """Target terms that the translation must contain, by source term, if that is in the text."""
     number: int = 0
     """Line number, used in messages and as the sampling seed. 0 stands for the line's position in
     the stream, counting from 1.
@@ -86,6 +90,8 @@ class Translation:
     """Log-probability of each token given the previous tokens, including EOS: ``length`` values."""
     alignment: Alignment | None = field(default=None, compare=False)
     """Alignment from ``Scorer.align``."""
+    unmet: tuple[str, ...] = ()
+    """Source terms of the glossary that lack a target term."""
 
     def fields(
         self, token_scores: bool = False, alignments: Literal["hard", "soft"] | None = None
@@ -95,6 +101,8 @@ class Translation:
         """
         fields: dict[str, Any] = {"translation": self.text}
         fields |= {"score": _number(self.score), "log_prob": _number(self.log_prob)}
+        if self.unmet:
+            fields["unmet"] = self.unmet
         soft, found = alignments == "soft", self.alignment
         if token_scores or soft:
             fields["tokens"] = [*self.tokens, "</s>"] if self.length else []
@@ -194,7 +202,7 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
     # prefix may be null.
     prefix = "" if record.target is not None or not text.strip() else values.get("prefix") or ""
     check_text(prefix, f"{where}: field 'prefix'")
-    codes: dict[str, Any] = {}
+    codes: dict[str, Any] = {"glossary": values.get("glossary") or {}}
     for name in ("source_language", "target_language"):
         codes[name] = values.get(name) or ""
         check_text(codes[name], f"{where}: field {name!r}")

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
+from transformer_jax.decoding.terms import start_progress
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Count, NonNegative, Positive, Section
 
@@ -43,6 +44,8 @@ class Sentence(NamedTuple):
     """Sampling seed of the sentence."""
     wanted: int = 1
     """Number of hypotheses to find, at most ``decoding.beam_size``."""
+    terms: Any = None
+    """Terms that the translation must contain (beam search only): a ``term_table``, or None."""
 
 
 class Hypothesis(NamedTuple):
@@ -80,6 +83,8 @@ class Beams(NamedTuple):
     token_log_probs_BWL: Array
     log_probs_BW: Array
     """IMPOSSIBLE marks a slot without a live hypothesis."""
+    progress: Any = None
+    """``Progress`` in the sentence's terms. None: no terms."""
 
 
 class SearchState(NamedTuple):
@@ -99,6 +104,8 @@ class SearchState(NamedTuple):
     done_B: Array
     patience_B: Array | None = None
     """float32: beam search also stops once this many more hypotheses finish. None: any number."""
+    terms_BKAM: Array | None = None
+    """Terms of each sentence, for beam search (``term_table``). None: no terms."""
 
 
 class NextToken(NamedTuple):
@@ -160,12 +167,14 @@ class Method(Section, ABC):
         prefix_BP: Array,
         seed_B: Array,
         wanted_B: Array | None = None,
+        terms_BKAM: Array | None = None,
     ) -> SearchState:
         """Return the initial search state. Sentences whose ``limit_B`` is 0 are skipped. Beam
         search stops once it has the ``wanted_B`` best hypotheses (default: W); any others may not
         be the best.
         """
         B, W, L = limit_B.shape[0], self.beam_size, max_length
+        progress = None if terms_BKAM is None else start_progress(terms_BKAM, limit_B, W)
         num_live = W if self.independent else 1
         tokens_BWL = jnp.full((B, W, L), self.pad_id, jnp.int32)
         zeros_BWL = jnp.zeros_like(tokens_BWL, jnp.float32)
@@ -183,11 +192,12 @@ class Method(Section, ABC):
             ),
             seed_B=seed_B.astype(jnp.uint32),
             wanted_B=jnp.full(B, W) if wanted_B is None else jnp.clip(wanted_B, 1, W),
-            live=Beams(tokens_BWL, zeros_BWL, live_BW),
+            live=Beams(tokens_BWL, zeros_BWL, live_BW, progress),
             finished=SearchResult(
                 tokens_BWL, none_BW, none_BW, jnp.zeros((B, W), jnp.int32), zeros_BWL
             ),
             done_B=limit_B <= 0,
+            terms_BKAM=terms_BKAM,
         )
 
 
@@ -345,6 +355,7 @@ def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW:
         jnp.where(here_B1L, tokens_BW[:, :, None], live.tokens_BWL),
         jnp.where(here_B1L, token_log_probs_BW[:, :, None], live.token_log_probs_BWL),
         jnp.maximum(live.log_probs_BW + token_log_probs_BW, IMPOSSIBLE),
+        live.progress,
     )
 
 

@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble, check_vocabulary, load_models
+from transformer_jax.decoding.glossary import Found, Glossary, unmet
 from transformer_jax.decoding.markup import PLACEHOLDERS, Document
-from transformer_jax.decoding.records import Request, Translation, blocks, check_text
+from transformer_jax.decoding.records import (
+    GlossaryTerms,
+    Request,
+    Translation,
+    blocks,
+    check_text,
+)
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.segments import joint, split
+from transformer_jax.decoding.terms import term_table
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.saved_models.remote_workdir import pretrained_workdir
@@ -45,17 +54,21 @@ class Translator:
         config: DecodingConfig | None = None,
         *,
         devices: Sequence[jax.Device] = (),
+        glossary: GlossaryTerms | None = None,
     ):
         """Divide lines and the ``config.batch_size`` rows evenly among ``devices`` (default: the
-        parameters' device).
+        parameters' device). ``glossary`` applies to every line; a line's own glossary adds to it.
 
         Raises:
           UserError: model and tokenizer have different vocabulary sizes; ``config.suppress`` has
-            tokens outside the vocabulary; ``config.weights`` is int8 without AMX.
+            tokens outside the vocabulary; ``config.weights`` is int8 without AMX; a term of
+            ``glossary`` is invalid.
         """
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
         suppress = tuple(tokenizer.target.require_ids(self.config.suppress, "decoding.suppress"))
+        self._forbidden = {UNK_ID, *suppress}
+        self._glossary = self.tokenized(glossary or {}, "The glossary")
         positions = model.config.position_limit - 1
         self._devices = devices
         self._scorer: Scorer | None = None
@@ -74,10 +87,11 @@ class Translator:
         workdir: str | Path | Sequence[str | Path],
         *,
         devices: Sequence[jax.Device] = (),
+        glossary: GlossaryTerms | None = None,
         **chosen: Any,
     ) -> Self:
         """Load the model of a training run, or an ensemble. See ``load_models`` for ``chosen``."""
-        return cls(*load_models(workdir, **chosen), devices=devices)
+        return cls(*load_models(workdir, **chosen), devices=devices, glossary=glossary)
 
     @classmethod
     def from_pretrained(
@@ -218,6 +232,7 @@ class Translator:
             segments = split(request.text, limit, self.tokenizer, first)
             said = "Line %d has %d tokens; the maximum is %d, so it is translated in %d segments."
             logger.warning(said, request.number, len(tokens), limit, len(segments))
+        whole = request.text if len(segments) == 1 else None
         return [
             Sentence(
                 segment,
@@ -225,6 +240,7 @@ class Translator:
                 prefix[: self.engines[0].method.free_prefix] if i else prefix,
                 seed=(request.number + 1_000_003 * i) % 2**32,
                 wanted=max(1, num_hypotheses),
+                terms=self._table(request, whole or self.tokenizer.source.decode(segment)),
             )
             for i, segment in enumerate(filter(None, segments))
         ]
@@ -240,7 +256,37 @@ class Translator:
             said = "Line %d: the search found no translation; its output is empty."
             logger.warning(said, request.number)
         unknown = math.nan if found else 0.0  # no translation found; nothing to translate
-        return list(map(self._joined, zip(*found))) or [Translation("", unknown, unknown, 0)]
+        best_first = list(map(self._joined, zip(*found))) or [Translation("", unknown, unknown, 0)]
+        if terms := self._terms(request, request.text):
+            best_first = [
+                dataclasses.replace(each, unmet=unmet(terms, each.text)) for each in best_first
+            ]
+            if missing := ", ".join(best_first[0].unmet):
+                said = "Line %d: the translation lacks the glossary's terms for: %s."
+                logger.warning(said, request.number, missing)
+        return best_first
+
+    def tokenized(self, terms: GlossaryTerms, name: str) -> Glossary:
+        """Tokenize a glossary once for many requests. ``name`` is for messages. Raises
+        ``UserError`` if a term is invalid.
+        """
+        if isinstance(terms, Glossary):
+            return terms
+        return Glossary(terms, self.tokenizer.target, name, self._forbidden)
+
+    def _terms(self, request: Request, text: str) -> Found:
+        """Find the terms of both glossaries in (a segment of) a request's text."""
+        own = self.tokenized(request.glossary, f"{_name(request)}: glossary")
+        return self._glossary.found_in(text) | own.found_in(text)
+
+    def _table(self, request: Request, text: str) -> np.ndarray | None:
+        terms = [[ids for _, ids in its] for its in self._terms(request, text).values()]
+        if terms and self.config.method != "beam":
+            raise UserError(
+                "decoding.method is 'sample'; expected 'beam', because only beam search can use a "
+                "glossary."
+            )
+        return term_table(terms, f"{_name(request)}: glossary") if terms else None
 
     def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
         """Join hypotheses, one for each segment of a line, into one translation."""
@@ -263,8 +309,9 @@ class Translator:
         """Check a request. Returns the token ids of its prefix, which is ignored if the text is
         blank. Raises ``UserError`` if the request is invalid.
         """
-        line = f"Line {request.number}" if request.number else "The text"
+        line = _name(request)
         check_text(request.text, line)
+        self.tokenized(request.glossary, f"{line}: glossary")
         check_text(request.prefix, f"{line}: prefix")
         self.tokenizer.source.first_ids(request.source_language, f"{line}: source_language")
         field = f"{line}: target_language"
@@ -284,3 +331,7 @@ class Translator:
                 "(decoding.max_extra_length or, with learned positions, model.max_positions - 1)."
             )
         return first + prefix
+
+
+def _name(request: Request) -> str:
+    return f"Line {request.number}" if request.number else "The text"

@@ -90,7 +90,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s
     models: dict[Any, AsyncTranslator] = {}
     for workdir, pairs, search in served:
-        model = AsyncTranslator.from_workdir(workdir, **vars(search))
+        model = AsyncTranslator.from_workdir(workdir, max_terms=arguments.max_terms, **vars(search))
         if arguments.engine == "ctranslate2":
             from transformer_jax.serving.ctranslate2_workers import CTranslate2Workers
 

@@ -161,12 +161,13 @@ class Workers:
       failure: the error that stopped the search, if any; unfinished and later futures raise it.
     """
 
-    def __init__(self, engines: Sequence[Engine]):
+    def __init__(self, engines: Sequence[Engine], max_terms: int = 0):
         """Prepare one search thread per engine. The engines differ only in their devices."""
         self.failure: SearchFailed | None = None
         self._engines, self._searches = engines, list[list[LiveRows]]()
+        buckets = engines[0].buckets_with_terms(max_terms)
         self._bucket_of = engines[0].bucket_of
-        self._waiting: dict[Bucket, list[Entry]] = {bucket: [] for bucket in engines[0].buckets}
+        self._waiting: dict[Bucket, list[Entry]] = {bucket: [] for bucket in buckets}
         self._unfinished: set[Future[list[Hypothesis]]] = set()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -176,7 +177,7 @@ class Workers:
         if self._threads:
             return
         self._searches = [
-            [LiveRows(engine, bucket) for bucket in engine.buckets] for engine in self._engines
+            [LiveRows(engine, bucket) for bucket in self._waiting] for engine in self._engines
         ]
         with ThreadPoolExecutor() as together:
             for searches in self._searches:  # later GPUs reuse what the first one compiled
@@ -204,19 +205,30 @@ class Workers:
         for thread in self._threads:
             thread.join()
 
+    def bucket_of(self, sentence: Sentence) -> Bucket:
+        """Find the sentence's bucket. Raises ``UserError`` if it has too many terms or tokens."""
+        bucket = self._bucket_of(sentence)
+        if bucket not in self._waiting:
+            sizes = [each.terms for each in self._waiting if each.terms]
+            raise UserError(
+                f"A sentence's glossary needs (terms, alternatives, tokens) {bucket.terms}; "
+                f"expected one of {sizes or 'none'}. A larger --max-terms accepts more."
+            )
+        return bucket
+
     def submit(self, sentence: Sentence) -> Future[list[Hypothesis]]:
         """Submit a sentence. Returns a future for its hypotheses (see ``Engine.search``).
 
-        Raises ``UserError`` if the search has not started.
+        Raises ``UserError`` if the search has not started; see also ``bucket_of``.
         """
         if not self._threads:
             raise UserError("The search has not started; call start() first.")
-        entry = Entry(sentence)
+        entry, bucket = Entry(sentence), self.bucket_of(sentence)
         with self._changed:
             if self.failure:
                 entry.future.set_exception(self.failure)
             else:
-                self._waiting[self._bucket_of(sentence)].append(entry)
+                self._waiting[bucket].append(entry)
                 self._unfinished.add(entry.future)
                 entry.future.add_done_callback(self._unfinished.discard)
             self._changed.notify_all()
@@ -298,10 +310,12 @@ class AsyncTranslator:
       workers: the search threads; they also count rows and waiting sentences.
     """
 
-    def __init__(self, translator: Translator):
-        """Search with the translator's model, settings and devices."""
+    def __init__(self, translator: Translator, *, max_terms: int = 0):
+        """Search with the translator's model, settings and devices. ``max_terms`` is the number of
+        glossary terms in a sentence for which searches are compiled: 0, 1, 4, 16 or 64.
+        """
         self.translator, self.config = translator, translator.config
-        self.workers = Workers(translator.engines)
+        self.workers = Workers(translator.engines, max_terms)
         together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
         self._scorer = Scorer(translator.model, translator.tokenizer, together)
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")
@@ -310,6 +324,8 @@ class AsyncTranslator:
     def from_workdir(
         cls,
         workdir: str | Path,
+        *,
+        max_terms: int = 0,
         **settings: Any,
     ) -> Self:
         """Load the model of a training run on all devices.
@@ -323,7 +339,8 @@ class AsyncTranslator:
         folder = local_workdir(workdir)
         rows = replace(load_config_file(folder).decoding, **settings).batch_size
         devices = devices_for_rows(rows)  # before JAX is initialized
-        return cls(Translator.from_workdir(folder, devices=devices, **settings))
+        translator = Translator.from_workdir(folder, devices=devices, **settings)
+        return cls(translator, max_terms=max_terms)
 
     def start(self) -> None:
         """Compile everything, then start the search threads."""

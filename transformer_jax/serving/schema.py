@@ -29,6 +29,9 @@ class Query(BaseModel):
     api_key: Any = Field(None, description="Ignored.")
     apiKey: Any = Field(None, description="Ignored; a client's name for ``api_key``.")
     prefix: str = Field("", description="Text that each translation begins with.")
+    glossary: dict[str, str | list[str]] = Field(
+        {}, description="Target terms that must occur, by source term.", examples=[{}]
+    )
     details: bool = Field(False, description="Also return scores and tokens.")
     attention: bool = Field(False, description="Also return details and attention weights.")
     split: bool = Field(True, description="Whether to split texts into sentences.")
@@ -57,6 +60,7 @@ class HypothesisResponse(BaseModel):
     token_scores: list[float | None]
     source_tokens: list[str] | None = None
     alignment: list[list[float | None]] | None = None
+    unmet: list[str] | None = None
 
     @classmethod
     def of(cls, t: Translation, **more: Any) -> Self:
@@ -102,6 +106,9 @@ class Answer(BaseModel):
     translatedText: str | list[str]
     alternatives: list[str] | list[list[str]] | None = None
     detectedLanguage: Detected | list[Detected] | None = None
+    unmet: list[str] | None = Field(
+        None, description="Source terms of the glossary that lack a target term."
+    )
     sentences: list[list[SentenceResponse]] | None = None
 
 

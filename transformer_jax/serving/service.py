@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -159,9 +160,10 @@ class Service:
                 f"alternatives is {query.alternatives}; expected at most {most}, "
                 "one less than this server's beam size."
             )
-        _refuse_above(
-            self.max_characters, sum(map(len, [*query.texts, query.prefix])), "characters"
-        )
+        sent = [*query.texts, query.prefix]
+        for source, targets in query.glossary.items():
+            sent += [source, *([targets] if isinstance(targets, str) else targets)]
+        _refuse_above(self.max_characters, sum(map(len, sent)), "characters")
         _refuse_above(self.max_queue, len(query.texts), "texts")
         # In a thread: tokenizing takes a second if each character is a ligature of many letters.
         texts = await asyncio.to_thread(self._prepare, query, pair)
@@ -197,6 +199,7 @@ class Service:
         names = ("source_language", "target_language") if many else ()
         languages: dict[str, Any] = dict(zip(names, pair))
         translator.check(Request("", query.prefix, **languages))
+        languages["glossary"] = translator.tokenized(query.glossary, "The glossary")
         for text in query.texts:
             translator.check(Request(text, **languages))
             tag, rest = _split_tag(text, model)
@@ -213,6 +216,8 @@ class Service:
             ]
             most = 1 + query.alternatives
             lines = [(request, translator.sentences(request, most)) for request in requests]
+            for segment in chain.from_iterable(its for _, its in lines):
+                model.workers.bucket_of(segment)  # raises an error for too many terms
             texts.append((its_cut, lines))
         return texts
 
@@ -302,7 +307,10 @@ class Answering:
         def one_or_all(values: list[Any]) -> Any:
             return values[0] if isinstance(query.q, str) else values
 
-        answer = Answer(translatedText=one_or_all([texts[0] for texts in ranked]))
+        sentences = chain.from_iterable(found for _, found in texts)
+        missing = {source for [best, *_] in sentences for source in best.unmet}
+        translated = one_or_all([texts[0] for texts in ranked])
+        answer = Answer(translatedText=translated, unmet=sorted(missing) or None)
         if count:
             answer.alternatives = one_or_all(others)
         if query.source.lower() == "auto":
