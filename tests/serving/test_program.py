@@ -107,6 +107,10 @@ def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
         (["--workdir", "W", "--port", "70000"], "--port is 70000; expected 1 to 65535"),
         (["--workdir", "W", "--max-queue", "0"], "--max-queue is 0; expected more than 0"),
         (["--workdir", "W", "--timeout", "nan"], "--timeout is nan; expected more than 0"),
+        (
+            ["--workdir", "W", "--engine", "ctranslate2", "--max-terms", "4"],
+            "--max-terms needs --engine jax",
+        ),
         (["--workdir", "nowhere"], "'nowhere' is not a folder; expected a work directory"),
     ],
 )

@@ -101,6 +101,7 @@ class Translator:
         source_language: str = "",
         target_language: str = "",
         devices: Sequence[jax.Device] = (),
+        glossary: GlossaryTerms | None = None,
         **chosen: Any,
     ) -> Self:
         """Load a pretrained model: NLLB, M2M100, T5, BART, OPUS-MT and others (docs/pretrained.md).
@@ -116,7 +117,7 @@ class Translator:
         """
         model, tokenizer, config = load_models(pretrained_workdir(name), **chosen)
         tokenizer = tokenizer.with_languages(source_language, target_language)
-        return cls(model, tokenizer, config, devices=devices)
+        return cls(model, tokenizer, config, devices=devices, glossary=glossary)
 
     @property
     def parameters(self) -> Any:

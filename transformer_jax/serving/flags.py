@@ -97,6 +97,8 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
         value = getattr(arguments, name)
         if not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
+    if arguments.engine == "ctranslate2" and arguments.max_terms:
+        raise UserError("--max-terms needs --engine jax; CTranslate2 has no search for terms.")
     pairs = _pairs(arguments)
     from transformer_jax import local_workdir  # loads JAX, which --help does not need
 
