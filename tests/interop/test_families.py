@@ -600,7 +600,7 @@ INVALID = {
     "config": (lambda f: (f / "config.json").write_text("{"), "config.json.* not valid JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json.* cannot be read"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
-    "vocabulary": (larger_vocabulary, "has 1 tokens with ids outside .* such as 'extra'"),
+    "vocabulary": (larger_vocabulary, "and 1 tokens with ids outside .* such as 'extra'"),
     "missing": (
         lambda f: changed_tensors(f, model__encoder__layers__0__fc1__bias=None),
         "no tensor for model.encoder.layers.0.fc1.bias; expected shape",
