@@ -6,9 +6,8 @@
 
 All engines have the same weights and inputs, longest first. Times are from token ids to token ids,
 without tokenization and loading. Our engine and CTranslate2 get all sentences at once; Hugging Face
-gets one batch per call. On a CPU, our engine and CTranslate2 run in the fastest division of the
-cores into workers (our devices) and threads, which is measured first (``setting``). Each worker has
-``--batch-sizes`` sentences at a time: CTranslate2's ``max_batch_size``, and the rows of our device.
+gets one batch per call. CTranslate2 runs in the fastest division of the cores into workers and
+threads, which is measured first (``setting``).
 
 *Random weights*: source lengths resemble newstest2014 with a joint BPE vocabulary of 32,000 tokens
 (log-normal, mean 27.7 with EOS). Every output is one token longer than its source: our engine
@@ -134,40 +133,22 @@ def export(job: Answer) -> Engine:
 
 
 def ours(job: Answer, ids: Ids, *, dtype: str = "auto", weights: str = "auto") -> Search:
-    """Search with our ``Engine``s, with all sentences in one call."""
+    """Search with our ``Engine`` on each device, with all sentences in one call."""
     from flax import nnx
 
     from transformer_jax.decoding import devices, engine
     from transformer_jax.model.transformer import abstract_model
 
-    places = devices.devices_for_rows(16 * job["threads"])  # first, as it may configure JAX
+    places = devices.devices_for_rows(job["batch_size"])  # first, as it may configure JAX
     config, model, _ = load(job)
     graph = abstract_model(replace(config.model, dtype=dtype)).graph
     model = nnx.merge(graph, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     suppress = () if job["workdir"] or job["output_length"] else (EOS_ID,)
-    decoding = replace(config.decoding, weights=weights)
+    share = -(-config.decoding.batch_size // len(places))
+    decoding = replace(config.decoding, batch_size=share, weights=weights)
     engines = [engine.Engine(model, decoding, suppress=suppress, device=place) for place in places]
     sentences = [engine.Sentence(x) for x in ids]
-
-    def search(count: int) -> Ids:
-        found = engine.search_together(engines[:count], sentences)
-        return [best.tokens for best, *_ in found]
-
-    return fastest({n: partial(search, n) for n in {1, len(places)}}, job["threads"])
-
-
-def fastest(searches: dict[int, Search], threads: int) -> Search:
-    """Choose the fastest number of workers."""
-    seconds = dict.fromkeys(searches, 0.0)
-    for count, search in searches.items() if len(searches) > 1 else []:
-        search()  # warm-up
-        begin = time.perf_counter()
-        search()
-        seconds[count] = time.perf_counter() - begin
-    best = min(seconds, key=seconds.__getitem__)
-    chosen = partial(searches[best])
-    chosen.setting = f"{best} x {max(1, threads // best)} threads"  # type: ignore[attr-defined]
-    return chosen
+    return lambda: [best.tokens for best, *_ in engine.search_together(engines, sentences)]
 
 
 ENGINES: dict[str, Callable[[Answer, Ids], Search]] = {
@@ -191,7 +172,15 @@ def ctranslate2(job: Answer, ids: Ids, *, compute_type: str) -> Search:
     threads = job["threads"]
     divisions = [n for n in range(1, threads + 1) if threads % n == 0]
     searches = {n: ctranslate2_workers(job, ids, compute_type, n) for n in divisions}
-    return fastest(searches, threads)
+    seconds = {}
+    for count, search in searches.items():
+        search()  # warm-up
+        begin = time.perf_counter()
+        search()
+        seconds[count] = time.perf_counter() - begin
+    best = min(seconds, key=seconds.__getitem__)
+    searches[best].setting = f"{best} x {threads // best} threads"  # type: ignore[attr-defined]
+    return searches[best]
 
 
 def ctranslate2_workers(job: Answer, ids: Ids, compute_type: str, workers: int) -> Search:
