@@ -75,7 +75,7 @@ class Glossary(Found):
         """Find the source terms that occur in a text as whole words. If terms overlap, the first
         counts, and of those that begin together the longest.
         """
-        spans = [word.span() for word in _WORD.finditer(text)]
+        spans = [word.span() for word in _WORD.finditer(text)] if self else []
         found, first = Found(), 0
         while first < len(spans):
             end = min(len(spans), first + self._longest)
