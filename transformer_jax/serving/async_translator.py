@@ -176,13 +176,16 @@ class Workers:
         """Compile everything, then start the search threads. Later calls do nothing."""
         if self._threads:
             return
-        self._searches = [
-            [LiveRows(engine, bucket) for bucket in self._waiting] for engine in self._engines
-        ]
+        self._prepare()
         with ThreadPoolExecutor() as together:
             for searches in self._searches:  # later GPUs reuse what the first one compiled
                 list(together.map(LiveRows.compile, searches))
         self._start_threads(self._searches)
+
+    def _prepare(self) -> None:
+        self._searches = [
+            [LiveRows(engine, bucket) for bucket in self._waiting] for engine in self._engines
+        ]
 
     def _start_threads(self, searches: Sequence[list[LiveRows]]) -> None:
         """Start one search thread for each list."""
