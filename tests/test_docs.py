@@ -239,7 +239,9 @@ def _training_commands() -> list[tuple[str, list[str]]]:
     for path in DOCUMENTS:
         for line in _command_lines(path):
             found = re.search(
-                r'(?:train\.py|slurm\.sh|RUN="python train.py) (.*?)(?:  #|["<>|]|$)', line
+                r'(?:train\.py|slurm\.sh|RUN="python train.py) '
+                r"((?:'[^']*'|[^'])*?)(?:  #|[\"<>|]|$)",
+                line,
             )
             if found and "..." not in found[1]:
                 words = found[1].replace("$row", "C-N2").replace("$seed", "1")

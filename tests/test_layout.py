@@ -38,6 +38,7 @@ TRUNK = [
     "data.corpus",
     "data.packing",
     "data.bucketing",
+    "data.mixing",
     "data.batching",
     "data.loader",
     "model.dropout",

@@ -306,6 +306,15 @@ def test_recipes_are_found_by_name_from_any_folder(
     assert load_config_file("multi30k_cpu") == load_config_file(ROOT / "configs/multi30k_cpu.py")
 
 
+def test_multi30k_many_has_a_model_for_all_or_some_directions() -> None:
+    every, one = load_config_file("multi30k_many"), load_config_file("multi30k_many:en-fr")
+    assert every.data.train.tags == ("<2de>", "<2fr>", "<2en>")
+    assert one.data.train.tags == one.tokenizer.user_defined_symbols == ("<2fr>",)
+    assert (every.training.steps, one.training.steps) == (24_000, 8_000)
+    with pytest.raises(UserError, match="'en' is not a direction; expected one such as en-de"):
+        load_config_file("multi30k_many:en")
+
+
 def test_paths_that_are_not_config_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
@@ -313,7 +322,7 @@ def test_paths_that_are_not_config_files(tmp_path: Path) -> None:
         load_config_file(tmp_path)
     with pytest.raises(UserError, match=r"'multi30' is not a recipe; expected one of") as error:
         load_config_file("multi30")
-    assert "multi30k_cpu, pcfg_parsing, table3," in str(error.value)
+    assert "multi30k_cpu, multi30k_many, pcfg_parsing, table3," in str(error.value)
     with pytest.raises(UserError, match="'/dev/null' is not a .py or .json file"):
         load_config_file("/dev/null")
     (tmp_path / "config.yaml").write_text("model: {}")

@@ -234,6 +234,7 @@ WITH_FLAG = (
     *("batch.", "optimizer.", "training.label_smoothing", "training.r_drop"),
     *("training.start_from", "model.dropout", "model.attention_dropout"),
     *("model.feed_forward_dropout", "model.remat", "model.dtype", "training.freeze"),
+    *("data.train.weights", "data.train.temperature"),
 )
 NEVER = ("optimizer.ema_decay", "optimizer.name")
 

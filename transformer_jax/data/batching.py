@@ -23,6 +23,7 @@ from transformer_jax.data.bucketing import (
     packed_shape,
 )
 from transformer_jax.data.corpus import Corpus, ranges
+from transformer_jax.data.mixing import Mix
 from transformer_jax.data.packing import pack
 from transformer_jax.settings.config import BatchConfig
 
@@ -51,7 +52,7 @@ class BatchPlan:
     Memory: about 35 bytes per pair (packed: 70).
     """
 
-    def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
+    def __init__(self, corpus: Corpus | Mix, config: BatchConfig, *, seed: int) -> None:
         """Choose batch shapes and build rows. Takes seconds for ten million pairs.
 
         Raises ``UserError`` if the token budget is too small for ``row_multiple`` rows of the
@@ -105,7 +106,7 @@ class BatchPlan:
         pairs, starts = self._rows
         row = row_B[rows]
         pairs_per_row = starts[row + 1] - starts[row]
-        chosen = pairs[ranges(starts[row], pairs_per_row)]
+        chosen = self._corpus.drawn(pairs[ranges(starts[row], pairs_per_row)], epoch)
         (source, source_segments), (target, target_segments) = (
             _fill_rows(self._corpus.read(side, chosen), pairs_per_row, L)
             for side, L in enumerate((S, T))

@@ -55,6 +55,8 @@ class Corpus:
     """Source and target."""
     num_read: int
     """Number of pairs before filtering."""
+    sizes: Sequence[int] = ()
+    """Number of pairs of each part of the text, one after another."""
 
     @property
     def num_pairs(self) -> int:
@@ -74,6 +76,10 @@ class Corpus:
         starts = offsets[pairs]
         lengths = offsets[pairs + 1] - starts
         return tokens[ranges(starts, lengths)], lengths
+
+    def drawn(self, pairs: np.ndarray, epoch: int) -> np.ndarray:
+        """Return ``pairs``. Those of a ``Mix`` depend on the epoch."""
+        return pairs
 
     @classmethod
     def from_lists(
@@ -140,7 +146,9 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         source, target = (
             Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"]) for side in _SIDES
         )
-        return Corpus(fingerprint, (source, target), manifest["num_read"])
+        return Corpus(
+            fingerprint, (source, target), manifest["num_read"], manifest.get("sizes", ())
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -180,27 +188,32 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
     dtypes = {f"{side}_offsets": "int64" for side in _SIDES}
     dtypes |= {f"{side}_tokens": dtype.name for side, dtype in zip(_SIDES, job.dtypes())}
     num_read, num_tokens = 0, dict.fromkeys(_SIDES, 0)
+    sizes: list[int] = []
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / name).open("wb")) for name in dtypes}
         for side in _SIDES:
             files[f"{side}_offsets"].write(np.zeros(1, np.int64).data)
-        pairs = text.pairs()
-        # Closing it, even after an error, ends the worker processes.
-        for chunk in stack.enter_context(closing(tokenized(pairs, job))):
-            num_read += chunk.num_read
-            for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
-                files[f"{side}_tokens"].write(tokens.data)
-                ends = num_tokens[side] + np.cumsum(lengths, dtype=np.int64)
-                files[f"{side}_offsets"].write(ends.data)
-                num_tokens[side] += len(tokens)
-    if not num_tokens["source"]:
-        raise UserError(
-            f"No sentence pairs remain after filtering the {num_read:,} pairs in "
-            f"{short_repr(text.config.source)}. Check the text, or "
-            "raise data.max_source_length and data.max_target_length."
-        )
+        for part in text.parts or [text]:
+            kept, read = 0, num_read
+            # Closing it, even after an error, ends the worker processes.
+            for chunk in stack.enter_context(closing(tokenized(part.pairs(), job))):
+                num_read += chunk.num_read
+                for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
+                    files[f"{side}_tokens"].write(tokens.data)
+                    ends = num_tokens[side] + np.cumsum(lengths, dtype=np.int64)
+                    files[f"{side}_offsets"].write(ends.data)
+                    num_tokens[side] += len(tokens)
+                kept += len(lengths)
+            if not kept:
+                raise UserError(
+                    f"No sentence pairs remain after filtering the {num_read - read:,} pairs in "
+                    f"{short_repr(part.config.source)}. Check the text, or "
+                    "raise data.max_source_length and data.max_target_length."
+                )
+            sizes.append(kept)
     manifest = {
         "num_read": num_read,
+        "sizes": sizes,
         "dtypes": dtypes,
         "checksums": _mapped(folder, dtypes)[1],
     }

@@ -32,14 +32,16 @@ class ParallelText:
 
     File names are expanded once, on construction. Relative names and globs start from ``root``. For
     TFDS, ``root`` is the folder of prepared datasets. Files are hashed while they are read.
+    ``parts`` are the corpora of a mix, one for each item of ``config.source``.
 
     Raises ``UserError`` if a file is missing.
     """
 
     def __init__(self, config: PairsConfig, root: str = "") -> None:
         self.config, self.root = config, root
+        self.parts = [ParallelText(each, root) for each in config.parts]
         sides = [config.source, config.target] if config.kind == "text" else [config.source]
-        names = zip(*sides) if config.kind not in ("tfds", "none") else ()
+        names = zip(*sides) if config.kind not in ("tfds", "none") and not self.parts else ()
         self.files = find_files(names, root, config.kind)
         """(source, target) files of kind text; (file,) of kinds tsv, jsonl and parquet."""
         self._fields = config.source_field or "1", config.target_field or "2"
@@ -49,14 +51,22 @@ class ParallelText:
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield the (source, target) sentences in order. Raises ``UserError`` on invalid data."""
         config = self.config
+        if self.parts:
+            return chain.from_iterable(part.pairs() for part in self.parts)
         if config.kind in ("text", "none"):
-            return islice(self._read_text(), config.limit)
-        if config.kind == "tfds":
-            examples = self._read_tfds()
+            pairs = self._read_text()
         else:
-            read = self._read_parquet if config.kind == "parquet" else self._read_lines
-            examples = chain.from_iterable(read(file) for [file] in self.files)
-        return islice((_pair(*example, self._fields) for example in examples), config.limit)
+            if config.kind == "tfds":
+                examples = self._read_tfds()
+            else:
+                read = self._read_parquet if config.kind == "parquet" else self._read_lines
+                examples = chain.from_iterable(read(file) for [file] in self.files)
+            pairs = (_pair(*example, self._fields) for example in examples)
+        tag = "".join(f"{tag} " for tag in config.tags if tag)
+        return (
+            (tag * bool(source.strip()) + source, target)
+            for source, target in islice(pairs, config.limit)
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -67,7 +77,8 @@ class ParallelText:
         """
         config = self.config
         fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split]
-        fields += [config.limit]
+        fields += [config.limit, *config.tags]
+        fields += [part.fingerprint for part in self.parts]
         if config.kind == "tfds":
             examples = self._tfds_examples()
             fields += [examples.dataset_info.full_name, len(examples)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from transformer_jax.settings.checks import (
@@ -273,7 +273,18 @@ class PairsConfig(Section):
     split: str = "train"
     """tfds: split name."""
     limit: Positive | None = None
-    """Use only this many pairs, from the start; None: all."""
+    """Use only this many pairs, from the start; None: all. With tags, weights or temperature: of
+    each item of source."""
+    tags: tuple[str, ...] = ()
+    """Tag in front of each source line, such as <2de>: one for each item of source ('': no tag).
+    Tags must be symbols of the tokenizer (tokenizer.user_defined_symbols)."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """Training: mix of corpora, one weight for each item of source. The pairs of an item are this
+    share, relative to the sum of the weights, of the pairs in every epoch."""
+    temperature: float = 1.0
+    """Training, without weights: the weight of each item of source is its number of pairs to the
+    power of 1 / temperature. 1: the corpora as they are; larger values raise the share of small
+    corpora (5 is typical)."""
 
     def rules(self) -> Iterator[Rule]:
         yield (
@@ -297,11 +308,33 @@ class PairsConfig(Section):
                 self.kind in ("text", "tsv", "none") or bool(getattr(self, name)),
                 f"the name of a field for kind {self.kind!r}",
             )
+        items = len(self.source)
+        for name in ("tags", "weights"):
+            fits = len(getattr(self, name)) in (0, items)
+            yield name, fits, f"one for each of the {items} items of source"
+        yield (
+            "temperature",
+            self.temperature == 1 or (self.temperature > 1 and not self.weights),
+            "1 or more, and 1 with weights",
+        )
 
     @property
     def is_given(self) -> bool:
         """True if the dataset is configured."""
         return self.kind != "none" and bool(self.source)
+
+    @property
+    def parts(self) -> list[PairsConfig]:
+        """The items of source, if there are several and they are not simply one corpus."""
+        if len(self.source) < 2 or not (self.tags or self.weights or self.temperature != 1):
+            return []
+        lists = {name: getattr(self, name) for name in ("source", "target", "tags")}
+        return [
+            replace(
+                self, weights=(), temperature=1.0, **{k: v[i : i + 1] for k, v in lists.items()}
+            )
+            for i in range(len(self.source))
+        ]
 
 
 @dataclass(frozen=True)
@@ -563,3 +596,7 @@ class Config(Section):
             model.positions != "learned" or model.max_positions >= longest,
             f"at least {longest}, the larger of data.max_source_length and data.max_target_length",
         )
+        known = {"", *self.tokenizer.user_defined_symbols}
+        for name in ("train", "dev", "test"):
+            fits = known.issuperset(getattr(self.data, name).tags)
+            yield f"data.{name}.tags", fits, "items from tokenizer.user_defined_symbols"

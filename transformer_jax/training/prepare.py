@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus, build_corpus, open_corpus
 from transformer_jax.data.loader import to_global_arrays
+from transformer_jax.data.mixing import Mix
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.devices.distributed import (
     broadcast_from_first,
@@ -30,7 +31,7 @@ from transformer_jax.devices.distributed import (
     raise_on_any_process,
 )
 from transformer_jax.devices.sharding import check_rows, make_mesh
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, short_repr
 from transformer_jax.evaluation import bleu_metric
 from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.model.transformer import abstract_model
@@ -209,7 +210,8 @@ def open_run(
             dtype=_dtype(run_dir, config.model, newest),
         )
         config = dataclasses.replace(config, model=model)
-        plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
+        mix = Mix(train, config.data.train) if len((train := corpora["train"]).sizes) > 1 else train
+        plan = BatchPlan(mix, config.batch, seed=config.seed)
     leaves = jax.tree.leaves(start and start[0])
     checksum = functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), leaves, 0)
     check_agreement(
@@ -284,16 +286,14 @@ def check_inputs(
     given = {name: getattr(data, name) for name in names}
     texts = {name: ParallelText(each, data.root) for name, each in given.items() if each.is_given}
     bleu_metric(training.bleu_tokenize)
-    pairs = {
-        name: list(islice(text.pairs(), 1 if name == "train" else None))
-        for name, text in texts.items()
-    }
-    for name, found in pairs.items():
-        if not found:
-            raise UserError(
-                f"data.{name} has no pairs. Check its files, or choose another data.{name}.kind."
-            )
-    pairs.pop("train", None)
+    for name, text in texts.items():
+        for part in text.parts or [text]:
+            if not any(islice(part.pairs(), 1)):
+                raise UserError(
+                    f"data.{name} has no pairs in {short_repr(part.config.source)}. Check the "
+                    f"files, or choose another data.{name}.kind."
+                )
+    pairs = {name: list(text.pairs()) for name, text in texts.items() if name != "train"}
     if "dev" in pairs:
         pairs["dev"] = pairs["dev"][: training.bleu_sentences]
     return texts, pairs

@@ -28,6 +28,8 @@ _FREE_ON_RESUME = (
 # uses the old or the new value throughout.
 _CHANGEABLE = (
     "batch.",
+    "data.train.weights",
+    "data.train.temperature",
     "optimizer.",
     "training.freeze",
     "training.label_smoothing",
