@@ -324,13 +324,7 @@ class AsyncTranslator:
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")
 
     @classmethod
-    def from_workdir(
-        cls,
-        workdir: str | Path,
-        *,
-        max_terms: int = 0,
-        **settings: Any,
-    ) -> Self:
+    def from_workdir(cls, workdir: str | Path, *, max_terms: int = 0, **settings: Any) -> Self:
         """Load the model of a training run on all devices.
 
         ``workdir`` is the path or URL of a work directory or of one of its checkpoints.
