@@ -46,7 +46,7 @@ def write_t5(pairs: list[tuple[str, str]], folder: Path) -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sentinels = [f"<extra_id_{i}>" for i in range(100)]
-    size = write_tokenizer(["<pad>", "</s>", "<unk>"], sentinels, pairs, folder)
+    size = write_tokenizer(["<pad>", "</s>", "<unk>"], sentinels, pairs, folder, unigram=True)
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4}
     shape = T5Config(vocab_size=size, decoder_start_token_id=0, **sizes)
     T5ForConditionalGeneration(shape).save_pretrained(folder)
@@ -54,15 +54,21 @@ def write_t5(pairs: list[tuple[str, str]], folder: Path) -> None:
 
 
 def write_tokenizer(
-    first: list[str], last: list[str], pairs: list[tuple[str, str]], folder: Path
+    first: list[str],
+    last: list[str],
+    pairs: list[tuple[str, str]],
+    folder: Path,
+    unigram: bool = False,
 ) -> int:
     """Write tokenizer.json. Returns its size. Special tokens are first and last."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made = Tokenizer(models.Unigram() if unigram else models.BPE(unk_token="<unk>"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     lines = [*(line for pair in pairs for line in pair), "translate English to German: "]
-    trainer = trainers.BpeTrainer(vocab_size=160, special_tokens=first, show_progress=False)
+    shared: Any = {"vocab_size": 160, "special_tokens": first, "show_progress": False}
+    unk = {"unk_token": "<unk>"}
+    trainer = trainers.UnigramTrainer(**shared, **unk) if unigram else trainers.BpeTrainer(**shared)
     made.train_from_iterator(lines, trainer)
     made.add_special_tokens(last)
     made.save(str(folder / "tokenizer.json"))

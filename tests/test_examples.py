@@ -119,6 +119,8 @@ def test_recipes_fine_tune_random_pretrained_models(
     loaded = getattr(transformers, theirs.get(family, "MarianMTModel"))
     _, info = loaded.from_pretrained("exported", output_loading_info=True)
     assert not any(info.values())
+    tokenizer, line = transformers.AutoTokenizer.from_pretrained("exported"), "seventeen"
+    assert tokenizer.decode(tokenizer(line).input_ids, skip_special_tokens=True) == line
 
 
 def _target_matrix(folder: str) -> Any:
