@@ -31,7 +31,8 @@ def main(family: Literal["nllb", "t5", "opus_mt"], output: Path, text: Path) -> 
 def write_nllb(pairs: list[tuple[str, str]], folder: Path) -> None:
     from transformers import M2M100Config, M2M100ForConditionalGeneration
 
-    size = write_tokenizer(["<s>", "<pad>", "</s>", "<unk>"], LANGUAGES, pairs, folder)
+    special = ["<s>", "<pad>", "</s>", "<unk>"], LANGUAGES
+    size = write_tokenizer("bpe", special, pairs, folder)
     sides: dict[str, Any] = {}
     for side in ("encoder", "decoder"):
         sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 256}
@@ -45,32 +46,25 @@ def write_nllb(pairs: list[tuple[str, str]], folder: Path) -> None:
 def write_t5(pairs: list[tuple[str, str]], folder: Path) -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sentinels = [f"<extra_id_{i}>" for i in range(100)]
-    size = write_tokenizer(["<pad>", "</s>", "<unk>"], sentinels, pairs, folder, unigram=True)
+    special = ["<pad>", "</s>", "<unk>"], [f"<extra_id_{i}>" for i in range(100)]
+    size = write_tokenizer("unigram", special, pairs, folder)
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4}
     shape = T5Config(vocab_size=size, decoder_start_token_id=0, **sizes)
     T5ForConditionalGeneration(shape).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
 
 
-def write_tokenizer(
-    first: list[str],
-    last: list[str],
-    pairs: list[tuple[str, str]],
-    folder: Path,
-    unigram: bool = False,
-) -> int:
-    """Write tokenizer.json. Returns its size. Special tokens are first and last."""
+def write_tokenizer(kind: str, special: Any, pairs: list[tuple[str, str]], folder: Path) -> int:
+    """Write tokenizer.json. Returns its size. ``special`` holds the first and the last tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.Unigram() if unigram else models.BPE(unk_token="<unk>"))
+    made = Tokenizer({"bpe": models.BPE(unk_token="<unk>"), "unigram": models.Unigram()}[kind])
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     lines = [*(line for pair in pairs for line in pair), "translate English to German: "]
-    shared: Any = {"vocab_size": 160, "special_tokens": first, "show_progress": False}
-    unk = {"unk_token": "<unk>"}
-    trainer = trainers.UnigramTrainer(**shared, **unk) if unigram else trainers.BpeTrainer(**shared)
-    made.train_from_iterator(lines, trainer)
-    made.add_special_tokens(last)
+    given: Any = {"vocab_size": 160, "special_tokens": special[0], "show_progress": False}
+    of_kind = {"bpe": trainers.BpeTrainer, "unigram": trainers.UnigramTrainer}[kind]
+    made.train_from_iterator(lines, of_kind(unk_token="<unk>", **given))
+    made.add_special_tokens(special[1])
     made.save(str(folder / "tokenizer.json"))
     return made.get_vocab_size()
 

@@ -17,6 +17,7 @@ import jax
 import pytest
 import sacrebleu
 import transformers
+from random_models import lines_of_words, make_model, train_tokenizer
 
 import transformer_jax
 from transformer_jax.decoding.__main__ import main as decode
@@ -126,6 +127,39 @@ def test_recipes_fine_tune_random_pretrained_models(
 def _target_matrix(folder: str) -> Any:
     _, model, _ = transformer_jax.load_model(folder)
     return model.target_embedding.matrix[...]
+
+
+def test_pairs_are_cleaned(run: Callable[..., str], tmp_path: Path) -> None:
+    """Also with the scores of a model: in its language, one pair is far less likely."""
+    good = [("seven", "SEVEN"), ("one two", "ONE TWO"), ("two", "TWO")]
+    bad = [
+        ("two", "TWO"),
+        ("", "ONE"),
+        ("one", "один"),
+        ("one", "ONE " * 9),
+        ("x" * 501, "y" * 501),
+    ]
+    lines = [good[0], *bad[:2], good[1], *bad[2:], good[2]]
+    lines.insert(1, ("two", "TWO"))
+    for side, name in enumerate(("a.en", "a.de")):
+        text = "".join(f"{pair[side]}\n" for pair in lines)
+        (tmp_path / name).write_text(text)
+    given = {"source": str(tmp_path / "a.en"), "target": str(tmp_path / "a.de")}
+    printed = run("clean_pairs", **given, output=tmp_path / "clean")
+    expected = {"kept": 3, "duplicate": 2, "empty": 1, "script": 1, "ratio": 1, "long": 1}
+    assert ast.literal_eval(printed.strip()) == expected
+    sides = [(tmp_path / "clean" / f"rules.{side}").read_text() for side in ("source", "target")]
+    assert list(zip(*map(str.splitlines, sides), strict=True)) == [good[0], good[2], good[1]]
+    folder, model = tmp_path / "model", make_model(tokenizer := train_tokenizer(lines_of_words(60)))
+    folder.mkdir()
+    transformer_jax.save_model(folder, transformer_jax.Config(model=model.config), model, tokenizer)
+    for _ in range(2):  # the second run has nothing left to score
+        run("clean_pairs", **given, output=tmp_path / "clean", workdir=str(folder), keep=0.67)
+        scores = [*map(float, (tmp_path / "clean" / "scores").read_text().split())]
+        kept = (tmp_path / "clean" / "target").read_text().splitlines()
+        rules = sides[1].splitlines()
+        worst = min(range(3), key=lambda i: scores[i] / (1 + len(rules[i])))
+        assert len(scores) == 3 and kept == [x for i, x in enumerate(rules) if i != worst]
 
 
 def test_number_names(run: Callable[..., str], tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Clean parallel text: duplicates, lengths, scripts, and the best share by a model's own score.
+
+    python examples/clean_pairs.py --source all.en --target all.de --output clean --workdir W
+
+clean/rules.source and clean/rules.target have each pair once, without pairs with an empty side, a
+side of more than --max-characters, sides whose lengths differ by more than --max-ratio, or a side
+with fewer than half of its letters in its script (--scripts, as in Unicode's character names). With
+a trained model in --workdir, clean/source and clean/target have the share --keep of these pairs
+with the highest log-probability per character. The same command continues after it was stopped.
+"""
+
+import unicodedata
+from collections import Counter
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from transformer_jax import read_lines
+from transformer_jax.decoding.__main__ import main as decode
+
+
+def main(
+    source: str,
+    target: str,
+    output: Path,
+    workdir: str = "",
+    keep: float = 0.8,
+    max_ratio: float = 2.5,
+    max_characters: int = 500,
+    scripts: tuple[str, str] = ("LATIN", "LATIN"),
+) -> None:
+    rules = [output / "rules.source", output / "rules.target"]
+    output.mkdir(parents=True, exist_ok=True)
+    if not rules[1].exists():
+        seen, counts, kept = set[bytes](), Counter[str](), list[tuple[str, str]]()
+        for pair in zip(read_lines(source), read_lines(target), strict=True):
+            digest = blake2b("\n".join(pair).encode(), digest_size=16).digest()
+            short, long = sorted(len(line.strip()) for line in pair)
+            reasons = {
+                "empty": not short,
+                "long": long > max_characters,
+                "ratio": long > max_ratio * short + 10,
+                "script": not all(map(is_mostly, pair, scripts)),
+                "duplicate": digest in seen,
+            }
+            seen.add(digest)
+            reason = next((name for name, applies in reasons.items() if applies), "kept")
+            counts[reason] += 1
+            kept += [pair] if reason == "kept" else []
+        write(kept, rules)
+        print(dict(counts))
+    if workdir:
+        scores, names = str(output / "scores"), [str(file) for file in rules]
+        given = ["--workdir", workdir, "--input", names[0], "--score", names[1]]
+        if status := decode([*given, "--output", scores, "--resume"]):
+            raise SystemExit(status)
+        pairs = list(zip(*map(read_lines, names), strict=True))
+        scored = zip(map(float, read_lines(scores)), pairs, strict=True)
+        found = [score / (1 + len(line)) for score, (_, line) in scored]
+        best = sorted(np.argsort(-np.nan_to_num(found, nan=-np.inf))[: round(keep * len(pairs))])
+        write([pairs[i] for i in best], [output / "source", output / "target"])
+        print(f"{len(best):,} of {len(pairs):,} pairs kept by score")
+
+
+def is_mostly(line: str, script: str) -> bool:
+    names = [unicodedata.name(letter, "") for letter in line if letter.isalpha()]
+    return 2 * sum(name.startswith(script) for name in names) >= len(names)
+
+
+def write(pairs: list[tuple[str, str]], files: list[Path]) -> None:
+    for side, file in enumerate(files):
+        new = file.with_name(f"{file.name}.new")
+        new.write_text("".join(f"{pair[side]}\n" for pair in pairs))
+        new.replace(file)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
