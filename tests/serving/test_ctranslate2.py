@@ -69,6 +69,13 @@ def test_responses_are_those_of_ctranslate2(server, workdir) -> None:
     assert server.is_idle()
 
 
+def test_a_second_start_does_nothing(server) -> None:
+    [model] = server.service.models.values()
+    before = list(model.workers._threads)
+    model.workers.start()
+    assert model.workers._threads == before
+
+
 def test_log_probabilities_are_those_of_the_model(server, workdir) -> None:
     translator = server.translator
     settings = json.loads((workdir / "ctranslate2" / "generation_config.json").read_text())

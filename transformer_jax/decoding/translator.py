@@ -185,10 +185,8 @@ class Translator:
 
         Raises the same errors as ``stream``.
         """
-        scorer = self._scorer or Scorer(
-            self.model, self.tokenizer, self.config, devices=self._devices
-        )
-        self._scorer = scorer
+        loaded = self.model, self.tokenizer, self.config
+        self._scorer = scorer = self._scorer or Scorer(*loaded, devices=self._devices)
         requests = list(map(Request.of, documents, count(1)))
         read = [
             Document(request.text, request.format, self.tokenizer, protect=protect)
@@ -207,7 +205,7 @@ class Translator:
         each = iter(found)
         for document in read:
             its = list(islice(each, len(document.lines)))
-            score, log_prob = (sum(x) for x in ([t.score for t in its], [t.log_prob for t in its]))
+            score, log_prob = sum(line.score for line in its), sum(line.log_prob for line in its)
             yield Translation(document.joined(its), score, log_prob, 0)
 
     def _translate(

@@ -180,18 +180,15 @@ class Workers:
         with ThreadPoolExecutor() as together:
             for searches in self._searches:  # later GPUs reuse what the first one compiled
                 list(together.map(LiveRows.compile, searches))
-        self._start_threads(self._searches)
+        for searches in self._searches:
+            self._threads.append(threading.Thread(target=self._work, args=[searches], daemon=True))
+            self._threads[-1].start()
 
     def _prepare(self) -> None:
+        """Make the searches of each thread."""
         self._searches = [
             [LiveRows(engine, bucket) for bucket in self._waiting] for engine in self._engines
         ]
-
-    def _start_threads(self, searches: Sequence[list[LiveRows]]) -> None:
-        """Start one search thread for each list."""
-        for each in searches:
-            self._threads.append(threading.Thread(target=self._work, args=[each], daemon=True))
-            self._threads[-1].start()
 
     def stop(self, reason: str) -> None:
         """Stop the search. Unfinished and later futures fail with ``reason``."""

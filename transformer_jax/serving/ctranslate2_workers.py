@@ -39,7 +39,7 @@ class CTranslate2Workers(Workers):
         """Load the model that ``interop export`` wrote to ``folder``.
 
         Raises:
-          UserError: there is no such model, it has another vocabulary, or a setting is unsupported.
+          UserError: there is no such model, or a setting is unsupported.
         """
         super().__init__(translator.engines)
         with needs_extra("interop"):
@@ -81,9 +81,9 @@ class CTranslate2Workers(Workers):
     def _most(self) -> int:
         return max(1, self._config.batch_size // self._workers)
 
-    def start(self) -> None:
-        """Start the search threads. Later calls do nothing."""
-        self._start_threads([[]] * self._workers)
+    def _prepare(self) -> None:
+        """Give each thread no searches: it only calls ``_turn``."""
+        self._searches = [[] for _ in range(self._workers)]
 
     def _turn(self, _: Any) -> None:
         """Translate the oldest waiting sentences."""
