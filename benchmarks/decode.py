@@ -92,12 +92,12 @@ def load(job: Answer) -> tuple[Config, Any, Any]:
         beam_size=job["beam_size"],
         length_penalty=0.6,
         length_offset=0.0,
-        patience=job["patience"],
         max_extra_length=job["extra"],
         min_length=max(0, job["output_length"] - 1),
         max_source_length=longest,
         # sources of more than 128 tokens get a quarter of the rows
         batch_size=job["batch_size"] * (4 if longest > 256 else 1),
+        **({"patience": job["patience"]} if job["patience"] else {}),  # an older checkout has none
     )
     return Config(model=model.config, decoding=decoding), model, tokenizer
 
@@ -145,7 +145,9 @@ def ours(job: Answer, ids: Ids, *, dtype: str = "auto", weights: str = "auto") -
     model = nnx.merge(graph, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     suppress = () if job["workdir"] or job["output_length"] else (EOS_ID,)
     share = -(-config.decoding.batch_size // len(places))
-    decoding = replace(config.decoding, batch_size=share, weights=weights)
+    decoding = replace(config.decoding, batch_size=share)
+    if weights != "auto":
+        decoding = replace(decoding, weights=weights)
     engines = [engine.Engine(model, decoding, suppress=suppress, device=place) for place in places]
     sentences = [engine.Sentence(x) for x in ids]
     return lambda: [best.tokens for best, *_ in engine.search_together(engines, sentences)]

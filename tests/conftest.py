@@ -89,7 +89,7 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
-# Float32 is not TF32, and model.dtype auto is float32 on CPUs with AMX too.
+# Float32 is not TF32, and model.dtype auto is float32 on CPUs with avx512_bf16 too.
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 
 # No autotuning of GPU kernels: it is slow, and impossible for a GPU that this machine lacks. On an

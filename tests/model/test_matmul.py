@@ -112,13 +112,13 @@ def test_invalid_activations_stay_in_their_row_with_int8(value: float) -> None:
 @pytest.mark.parametrize(
     ("flags", "precision", "dtype"),
     [
-        ({"avx512f", "amx_bf16"}, None, jnp.bfloat16),
-        ({"avx512f", "avx512_bf16"}, None, jnp.float32),
+        ({"avx512f", "avx512_bf16"}, None, jnp.bfloat16),
+        ({"avx512f", "avx512_vnni"}, None, jnp.float32),
         (set(), None, jnp.float32),
-        ({"amx_bf16"}, "highest", jnp.float32),
+        ({"avx512_bf16"}, "highest", jnp.float32),
     ],
 )
-def test_auto_is_bfloat16_on_cpus_with_amx(
+def test_auto_is_bfloat16_on_cpus_with_avx512_bf16(
     flags: set[str], precision: str | None, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "cpu_flags", lambda: flags)

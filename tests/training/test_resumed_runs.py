@@ -380,7 +380,7 @@ def test_the_automatic_data_type_is_recorded_and_kept(
         configs = [load_config_file(tmp_path), load_config_file(tmp_path / "model")]
         return [summary["dtype"], *(each.model.dtype for each in configs)]
 
-    assert dtypes(2, {"amx_bf16"}) == ["bfloat16", "bfloat16", "auto"]
+    assert dtypes(2, {"avx512_bf16"}) == ["bfloat16", "bfloat16", "auto"]
     assert dtypes(4, set()) == ["bfloat16", "bfloat16", "bfloat16"]
     with pytest.raises(UserError, match="model.dtype: 'bfloat16' in the checkpoint, 'float32' now"):
         train(changed(config, model={"dtype": "float32"}), tmp_path, devices=ONE)

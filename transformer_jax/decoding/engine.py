@@ -175,7 +175,7 @@ class Engine:
     ):
         """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
         token ids of ``config.suppress``; ``free_prefix`` is that of ``BeamSearch``. Raises
-        ``UserError`` if ``config.weights`` is int8 without AMX.
+        ``UserError`` if ``config.weights`` is int8 without AVX-512 VNNI.
         """
         if config.weights == "int8":
             check_int8()

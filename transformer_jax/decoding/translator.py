@@ -61,8 +61,8 @@ class Translator:
 
         Raises:
           UserError: model and tokenizer have different vocabulary sizes; ``config.suppress`` has
-            tokens outside the vocabulary; ``config.weights`` is int8 without AMX; a term of
-            ``glossary`` is invalid.
+            tokens outside the vocabulary; ``config.weights`` is int8 without AVX-512 VNNI; a term
+            of ``glossary`` is invalid.
         """
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()

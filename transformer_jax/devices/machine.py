@@ -23,7 +23,7 @@ def num_cores() -> int:
 
 @lru_cache
 def cpu_flags() -> frozenset[str]:
-    """Return the CPU's instruction set extensions, as Linux names them, such as ``amx_bf16``."""
+    """Return the CPU's instruction set extensions, as Linux names them, such as ``avx512_bf16``."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return frozenset(next((x for x in lines if x.startswith("flags")), "").split()[2:])

@@ -1,9 +1,10 @@
 """Matmuls in the data type of the config, and what that means on a CPU.
 
 XLA's CPU backend multiplies bfloat16 matrices fast on processors that have instructions for it
-(AMX), but emulates all other operations in bfloat16. So on a CPU, ``model.dtype`` bfloat16 is mixed
-precision: the inputs of matmuls with weights are rounded to bfloat16; their results, and all
-activations, are float32. With ``decoding.weights`` int8, the inputs are rounded to 8-bit integers.
+(AVX-512 BF16, AMX), but emulates all other operations in bfloat16. So on a CPU, ``model.dtype``
+bfloat16 is mixed precision: the inputs of matmuls with weights are rounded to bfloat16; their
+results, and all activations, are float32. With ``decoding.weights`` int8, the inputs are
+rounded to 8-bit integers.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _INT8_MAX = 127
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
     """Return the data type of matmuls. ``auto`` chooses it by JAX's default device.
 
-    It is bfloat16, but float32 on a CPU without AMX, or if JAX's default matmul precision is set.
+    It is bfloat16, but float32 on a CPU without avx512_bf16, which every CPU with AMX has, or if
+    JAX's default matmul precision is set.
     """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    fast = not _on_cpu() or ("amx_bf16" in cpu_flags() and precision is None)
+    fast = not _on_cpu() or ("avx512_bf16" in cpu_flags() and precision is None)
     return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
 
 
@@ -52,10 +54,10 @@ def is_mixed(dtype: Any) -> bool:
 
 def check_int8() -> None:
     """Raise ``UserError`` if matmuls of 8-bit integers are slow here."""
-    if not _on_cpu() or "amx_int8" not in cpu_flags():
+    if not _on_cpu() or "avx512_vnni" not in cpu_flags():
         raise UserError(
-            "decoding.weights is 'int8', which needs a CPU with AMX (amx_int8 in /proc/cpuinfo); "
-            "expected 'auto' on this machine."
+            "decoding.weights is 'int8', which needs a CPU with AVX-512 VNNI (avx512_vnni in "
+            "/proc/cpuinfo); expected 'auto' on this machine."
         )
 
 

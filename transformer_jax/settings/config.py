@@ -114,8 +114,8 @@ class ModelConfig(Section, prefix="model."):
     """Special token that is the decoder's first input. EOS in fairseq's models, PAD in T5."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matmuls and, on GPU and TPU, of activations between layers (mixed precision). auto:
-    bfloat16 on GPU, TPU and CPUs with AMX, float32 on other CPUs. Parameters, softmax, norm
-    statistics and the loss are always float32."""
+    bfloat16 on GPU, TPU and CPUs with avx512_bf16, float32 on other CPUs. Parameters, softmax,
+    norm statistics and the loss are always float32."""
     remat: bool = False
     """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
     memory at the cost of about a third more computation."""
@@ -523,7 +523,7 @@ class DecodingConfig(Section, prefix="decoding."):
     longer than 128 tokens and by 16 for sources longer than 512 tokens."""
     weights: Literal["auto", "int8"] = "auto"
     """Matrices of the model: in model.dtype, or rounded to 8-bit integers, as are the inputs of
-    their matmuls. int8 needs a CPU with AMX."""
+    their matmuls. int8 needs a CPU with avx512_vnni."""
 
     def rules(self) -> Iterator[Rule]:
         yield (
