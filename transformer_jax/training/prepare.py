@@ -129,6 +129,7 @@ def prepare(
                 start = _start_model(config.training.start_from, config.model)
         built = broadcast_from_first(lambda: build_files(run_dir, config, texts, newest, start))
         run = open_run(run_dir, config, mesh, pairs, built, newest, start)
+        start = None  # frees memory
         # If other processes are gone, a save in progress would never end.
         stack.push(lambda _, error, __: None if lost_contact(error) else run.checkpoints.wait())
         yield run
@@ -328,13 +329,10 @@ def _resume(
 
 def _initial_state(functions: StepFunctions, start: Start | None) -> TrainState:
     """Create the initial state from random parameters or another model's."""
-    state = functions.init()
     if start is None:
-        return state
+        return functions.init()
     abstract: Parameters = functions.abstract_state.parameters
-    parameters = to_global_arrays(jax.tree.map(_grown, start[0], abstract), abstract)
-    ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
-    return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
+    return functions.init(to_global_arrays(jax.tree.map(_grown, start[0], abstract), abstract))
 
 
 def _start_model(name: str, model: ModelConfig) -> Start:

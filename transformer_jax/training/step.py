@@ -89,7 +89,7 @@ class StepConfig(NamedTuple):
 class StepFunctions(NamedTuple):
     """Compiled functions of a run and the shardings that they expect."""
 
-    init: Callable[..., TrainState]  # jit: () -> TrainState
+    init: Callable[..., TrainState]  # jit: (Parameters | None) -> TrainState; donates them
     train_step: Any  # jit: (TrainState, Batch) -> (TrainState, StepMetrics); donates the old state
     eval_step: Any  # jit: (Parameters, Batch) -> LossSums
     abstract_state: TrainState  # shapes, types and shardings, for restoring
@@ -116,7 +116,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     initial = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
     seed = np.uint32(0)
     shardings = state_shardings(jax.eval_shape(initial, seed), mesh)
-    init = jax.jit(initial, out_shardings=shardings)
+    init = jax.jit(initial, out_shardings=shardings, donate_argnums=1)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
     inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
 
@@ -162,11 +162,15 @@ def _checking_rows(compiled: Any, mesh: Mesh, microbatches: int = 1) -> Any:
 
 
 def init_state(
-    config: StepConfig, optimizer: optax.GradientTransformation, seed: jax.Array
+    config: StepConfig,
+    optimizer: optax.GradientTransformation,
+    seed: jax.Array,
+    parameters: Parameters | None = None,
 ) -> TrainState:
-    """Create the initial state, with parameters initialized from the seed."""
-    model = Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
-    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    """Create the initial state. Without ``parameters``, they are initialized from the seed."""
+    if parameters is None:
+        model = Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
+        parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
