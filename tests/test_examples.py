@@ -162,6 +162,34 @@ def test_pairs_are_cleaned(run: Callable[..., str], tmp_path: Path) -> None:
         assert len(scores) == 3 and kept == [x for i, x in enumerate(rules) if i != worst]
 
 
+def test_shards_of_a_translated_corpus_are_joined(run: Callable[..., str], tmp_path: Path) -> None:
+    """Also by the shard that was stopped within a line, and as back-translations."""
+    lines, tokenizer = lines_of_words(7), train_tokenizer(lines_of_words(60))
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line in [*lines, ""]))
+    folder, model = tmp_path / "model", make_model(tokenizer)
+    folder.mkdir()
+    transformer_jax.save_model(folder, transformer_jax.Config(model=model.config), model, tokenizer)
+    given = {"workdir": str(folder), "input": str(tmp_path / "text"), "max_ratio": 1e9}
+    whole = tmp_path / "whole"
+    assert "7 of 8 pairs kept" in run("translate_corpus", **given, output=whole)
+    assert (whole / "source").read_text().splitlines() == lines
+    translations = (whole / "0-of-1").read_text().splitlines()
+    assert (whole / "target").read_text().splitlines() == translations[:-1] and translations[0]
+    (shards := tmp_path / "shards").mkdir()
+    (shards / "1-of-3").write_text(f"{translations[1]}\nunfin")
+    assert "shards [1, 2] of 3 are not" in run(
+        "translate_corpus", **given, output=shards, shard="0/3", swap=True
+    )
+    run("translate_corpus", **given, output=shards, shard="2/3", swap=True)
+    assert not (shards / "source").exists()
+    assert "7 of 8" in run("translate_corpus", **given, output=shards, shard="1/3", swap=True)
+    assert (shards / "target").read_text().splitlines() == lines
+    assert (shards / "source").read_text() == (whole / "target").read_text()
+    wrong = [pair for pair in zip(lines, translations) if max(map(len, pair)) > 10]
+    kept = run("translate_corpus", **given | {"max_ratio": 0.0}, output=whole)
+    assert f"{7 - len(wrong)} of 8 pairs kept" in kept and wrong
+
+
 def test_number_names(run: Callable[..., str], tmp_path: Path) -> None:
     printed = run("number_names", folder=tmp_path / "new", train=30, test=500).splitlines()
     counts = {"train": 30, "dev": 200, "test": 500}

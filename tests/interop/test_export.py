@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import transformers  # its classes are imported on first use, which takes 3 s
+import yaml
 from flax import nnx
 
 from transformer_jax import (
@@ -424,10 +426,11 @@ def workdir(joint, make, tmp_path_factory) -> Path:
 def run(workdir, tmp_path, capsys):
     """``run(format, *flags)`` exports the run to ``tmp_path/out``: exit status and stderr."""
 
-    def program(form: str, *more: str) -> tuple[int, str]:
+    def program(form: str, *more: str, languages: Sequence[str] = ()) -> tuple[int, str]:
         flags = {"--workdir": workdir, "--format": form, "--output": tmp_path / "out"}
         flags |= dict(zip(more[::2], more[1::2], strict=True))
-        status = main(["export", *(str(word) for pair in flags.items() for word in pair)])
+        words = [str(word) for pair in flags.items() for word in pair]
+        status = main(["export", *words, *languages])
         return status, capsys.readouterr().err
 
     return program
@@ -437,8 +440,8 @@ def test_program_writes_a_new_folder(run, tmp_path) -> None:
     status, said = run("ctranslate2")
     assert status == 0
     assert "out for ctranslate2. See docs/interop.md for differences in search" in said
-    files = ["config.json", "generation_config.json", "model.bin", "shared_vocabulary.json"]
-    files += ["source.spm", "target.spm"]
+    files = ["README.md", "config.json", "generation_config.json", "model.bin"]
+    files += ["shared_vocabulary.json", "source.spm", "target.spm"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
     status, said = run("ctranslate2")
     assert status == 2 and "expected a new or empty folder" in said
@@ -467,6 +470,26 @@ def test_program_errors_write_nothing(run, tmp_path, monkeypatch) -> None:
     assert status == 2 and "ctranslate2 is not installed" in said
     assert "pip install 'transformer-jax[interop]'" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_model_cards_have_test_scores_and_signatures_of_the_exported_model(
+    workdir, run, tmp_path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(workdir, folder / "model")
+    shutil.copy(workdir / "config.json", folder)
+    scores = {"bleu": 40.7, "bleu_signature": "nrefs:1|case:mixed|eff:no|tok:none|version:2.6.0"}
+    (folder / "summary.json").write_text(json.dumps({"steps": 9, "test": scores}))
+    languages = ["--languages", "en", "English", "de", "German"]
+    assert run("huggingface", "--workdir", str(folder), languages=languages)[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    fields = yaml.safe_load(card.split("---")[1])
+    assert fields["language"] == ["en", "de"] and fields["pipeline_tag"] == "translation"
+    assert all(f"- {name}: `{value}`\n" in card for name, value in scores.items())
+    shutil.rmtree(tmp_path / "out")
+    # A model folder has no scores. Neither has a run that continued: its scores are older.
+    assert run("huggingface", "--workdir", str(folder / "model"))[0] == 0
+    assert "bleu" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_norm_epsilon_must_be_positive() -> None:
@@ -615,7 +638,7 @@ def test_weights_are_float32_whatever_the_model_computes_in(form, tmp_path, join
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("disk full")])
 def test_what_a_failed_export_wrote_is_removed(error, run, tmp_path, monkeypatch) -> None:
     def fail(*given: Any) -> None:
-        (given[-1] / "model.bin").write_text("half")
+        (given[3] / "model.bin").write_text("half")
         raise error
 
     monkeypatch.setattr("transformer_jax.interop.ctranslate2.export_ctranslate2", fail)

@@ -26,23 +26,42 @@ class Export:
 
     workdir: str
     """Work directory of a training run, the folder of one of its checkpoints, or a model folder."""
-    format: Literal["ctranslate2", "huggingface"]
-    """A CTranslate2 folder, or a folder for Hugging Face transformers: MarianMT, or the class that
-    a pretrained model came from."""
+    format: Literal["argos", "ctranslate2", "huggingface"]
+    """A package for Argos Translate and LibreTranslate, a CTranslate2 folder, or a folder for
+    Hugging Face transformers: MarianMT, or the class that a pretrained model came from."""
     output: str
     """New or empty folder to write to."""
+    languages: tuple[str, ...] = ()
+    """Codes and names of source and target language, such as `en English de German`: required for
+    argos, and used in README.md."""
+    quantization: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
+    """argos and ctranslate2: type of the weights in the file."""
+    sentence_model: str = ""
+    """argos: MiniSBD model (.onnx) that splits text into sentences. Default: Argos Translate
+    downloads one for the source language when it first translates."""
 
     def run(self) -> None:
         """Write the folder."""
+        if len(self.languages) != 4 and (self.languages or self.format == "argos"):
+            raise UserError(
+                f"--languages is {self.languages}; expected two codes and names, such as: "
+                "--languages en English de German"
+            )
         # Import late, so that flags are checked before JAX is loaded.
         from transformer_jax import load_model
-        from transformer_jax.interop.ctranslate2 import export_ctranslate2
+        from transformer_jax.interop.ctranslate2 import export_ctranslate2, pack_argos
+        from transformer_jax.interop.export import write_model_card
         from transformer_jax.interop.huggingface import export_huggingface
 
-        exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
         with _new_folder(self.output, "output") as folder:
             config, model, tokenizer = load_model(self.workdir)
-            exports[self.format](config, model, tokenizer, folder)
+            if self.format == "huggingface":
+                export_huggingface(config, model, tokenizer, folder)
+            else:
+                export_ctranslate2(config, model, tokenizer, folder, self.quantization)
+            write_model_card(self.workdir, self.languages[::2], folder)
+            if self.format == "argos":
+                pack_argos(config, tokenizer, folder, self.languages, self.sentence_model)
         logger.info(
             "Wrote %s for %s. See docs/interop.md for differences in search.",
             *(self.output, self.format),
@@ -79,8 +98,7 @@ class Import:
         with _new_folder(self.workdir, "workdir") as folder:
             pickles = self.allow_pickle
             source = find_pretrained(self.input, revision=self.revision, allow_pickle=pickles)
-            loaded = import_huggingface(source, lazy=True, allow_pickle=pickles)
-            config, model, tokenizer = loaded
+            config, model, tokenizer = import_huggingface(source, lazy=True, allow_pickle=pickles)
             tokenizer = tokenizer.with_languages(self.source_language, self.target_language)
             save_model(folder, config, model, tokenizer)
         logger.info("Translate:  python decode.py --workdir %s", self.workdir)

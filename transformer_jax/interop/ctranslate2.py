@@ -1,15 +1,26 @@
-"""Export to CTranslate2: a folder for ``ctranslate2.Translator``."""
+"""Export to CTranslate2: a folder for ``ctranslate2.Translator``, or a package around it."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 
-from transformer_jax import BOS_ID, EOS_ID, UNK_ID, Config, ModelConfig, Tokenizer, Transformer
+from transformer_jax import (
+    BOS_ID,
+    EOS_ID,
+    UNK_ID,
+    Config,
+    ModelConfig,
+    Tokenizer,
+    Transformer,
+    UserError,
+)
 from transformer_jax.interop.export import check_fields, write_sentencepiece
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits
 from transformer_jax.interop.weights import (
@@ -53,11 +64,18 @@ _LIBRARY = Library(
     norm=("gamma", "beta"),
 )
 
+_METADATA = "from_code", "from_name", "to_code", "to_name"
+_PLACES = {"README.md": "README.md", "source.spm": "sentencepiece.model"}  # others: model/
+
 
 def export_ctranslate2(
-    config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
+    config: Config,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    folder: Path,
+    weights_type: str = "float32",
 ) -> None:
-    """Write ``model`` to the existing ``folder``, in float32.
+    """Write ``model`` to the existing ``folder``, with weights of this type.
 
     CTranslate2 reads ``model.bin``, ``config.json`` and the vocabulary. ``source.spm`` and
     ``target.spm`` tokenize and detokenize. ``generation_config.json`` holds keyword arguments for
@@ -84,11 +102,42 @@ def export_ctranslate2(
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = config.model.norm_epsilon
     spec.validate()
-    spec.optimize(quantization="float32")
+    spec.optimize(quantization=weights_type)
     spec.save(str(folder))
 
     settings = for_ctranslate2(config, tokenizer)
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def pack_argos(
+    config: Config, tokenizer: Tokenizer, folder: Path, languages: Sequence[str], sentences: str
+) -> None:
+    """Replace the export in ``folder`` by translate-en_de.argosmodel, for Argos Translate.
+
+    Args:
+      config: used to check that the lines need no tags.
+      tokenizer: must be one SentencePiece model for both languages.
+      folder: contains the files of ``export_ctranslate2``, and README.md.
+      languages: code and name of the source language, then of the target language.
+      sentences: file of a MiniSBD model, which splits text into sentences; '': none.
+    """
+    tags = config.data.train.tags
+    if tokenizer.source is not tokenizer.target or (tags and all(tags)):
+        raise UserError(
+            f"tokenizer.joint is {tokenizer.joint}, and data.train.tags is {tags}; expected one "
+            "SentencePiece model for both languages and source lines without tags or language "
+            "tokens, because Argos Translate supports nothing else. Export to ctranslate2 instead."
+        )
+    files, name = [*folder.iterdir()], "translate-{}_{}".format(*languages[::2])
+    with ZipFile(folder / f"{name}.argosmodel", "w", ZIP_DEFLATED) as archive:
+        # Packages with older versions are replaced by those in Argos Translate's index.
+        metadata = dict(zip(_METADATA, languages), package_version="100.0", argos_version="1.9")
+        archive.writestr(f"{name}/metadata.json", json.dumps(metadata))
+        if sentences:
+            archive.write(sentences, f"{name}/minisbd/model.onnx")
+        for file in files:
+            archive.write(file, f"{name}/{_PLACES.get(file.name, f'model/{file.name}')}")
+            file.unlink()
 
 
 def _spec(shape: ModelConfig) -> Any:

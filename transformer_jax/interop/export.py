@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from transformer_jax import ModelConfig, Tokenizer, UserError
+from transformer_jax import ModelConfig, Tokenizer, UserError, local_workdir
 
 
 def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
@@ -32,3 +33,24 @@ def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], 
         (folder / name).write_bytes(side.model)
     source, target = (side.tokens(range(side.vocab_size)) for side in sides.values())
     return source, target
+
+
+def write_model_card(workdir: str, codes: tuple[str, ...], folder: Path) -> None:
+    """Write README.md: language codes, and a finished run's test scores with their signatures."""
+    run, rows = local_workdir(workdir), ""
+    if (summary := run / "model/../summary.json").exists():  # without model/, the scores are old
+        scores = json.loads(summary.read_text()).get("test", {})
+        rows = "\n".join(f"- {name}: `{value}`" for name, value in scores.items())
+    text = f"""---
+language: {[*codes]}
+pipeline_tag: translation
+tags: [transformer_jax]
+---
+
+# {run.resolve().name}
+
+Exported by transformer_jax. Scores on its test set, if it has one:
+
+{rows}
+"""
+    (folder / "README.md").write_text(text, encoding="utf-8")

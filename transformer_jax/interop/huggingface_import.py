@@ -9,6 +9,7 @@ from flax import nnx
 
 from transformer_jax import Config, Tokenizer, Transformer
 from transformer_jax.interop.pretrained import Pretrained
+from transformer_jax.interop.weights import blank_model
 
 
 def import_huggingface(
@@ -26,7 +27,7 @@ def import_huggingface(
     """
     pretrained = Pretrained(folder, allow_pickle=allow_pickle)
     shape = pretrained.model_config()
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))), nnx.Param)
+    graph, _ = nnx.split(blank_model(shape), nnx.Param)
     lazies = pretrained.parameters(shape)
     parameters = {path: x if lazy else jnp.asarray(x) for path, x in lazies.items()}
     model = nnx.merge(graph, nnx.traversals.unflatten_mapping(parameters))

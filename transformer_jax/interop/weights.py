@@ -61,7 +61,7 @@ def from_library(tensors: Weights, like: Weights, library: Library) -> Weights:
 
 def parameter_shapes(config: ModelConfig) -> dict[tuple[Any, ...], tuple[int, ...]]:
     """Return the shapes of a model's parameters by path."""
-    flat = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
+    flat = nnx.to_flat_state(nnx.state(blank_model(config), nnx.Param))
     return {path: x.shape for path, x in flat}
 
 
@@ -113,14 +113,13 @@ def plain_weights(model: Transformer) -> Weights:
 def blank_weights(config: ModelConfig) -> Weights:
     """Create all-zero plain weights for a model with this config, without allocating memory."""
     zero = np.float32(0)
-    shapes = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
-    blank = {parameter_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes}
-    return _plain(blank, config)
+    shapes = parameter_shapes(config).items()
+    return _plain({parameter_name(path): np.broadcast_to(zero, x) for path, x in shapes}, config)
 
 
 def model_of(weights: Weights, config: ModelConfig) -> Transformer:
     """Build a model with copies of plain weights."""
-    graph, blank = nnx.split(_blank(config), nnx.Param)
+    graph, blank = nnx.split(blank_model(config), nnx.Param)
     scale = np.float32(config.d_model**0.5)
     flat = {}
     for path, x in nnx.to_flat_state(blank):
@@ -199,7 +198,7 @@ def transposed(name: str, x: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _blank(config: ModelConfig) -> Transformer:
+def blank_model(config: ModelConfig) -> Transformer:
     """Create a model whose parameters have shapes but no values."""
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
