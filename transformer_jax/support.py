@@ -5,6 +5,7 @@ from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import needs_extra, short_repr
+from transformer_jax.settings.config_files import flatten
 from transformer_jax.storage.files import check_not_input, write_atomically
 from transformer_jax.storage.json_files import parse_object
 from transformer_jax.tokenization.rust_tokenizer import RustTokenizer
@@ -19,6 +20,7 @@ __all__ = [
     "RustTokenizer",
     "check_not_input",
     "enable_compilation_cache",
+    "flatten",
     "joint",
     "needs_extra",
     "num_cores",

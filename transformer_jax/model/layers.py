@@ -15,7 +15,7 @@ from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.matmul import activation_dtype, compute_dtype
-from transformer_jax.model.norms import Residual, make_norm
+from transformer_jax.model.norms import Norm, Residual
 from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
@@ -41,7 +41,7 @@ class Embedding(nnx.Module):
         rows = config.max_positions + config.position_offset
         learned = config.positions == "learned"
         self.position_matrix = embedding_matrix(rows, config.d_model, rngs) if learned else None
-        self.norm = make_norm(config) if config.embedding_norm else None
+        self.norm = Norm(config) if config.embedding_norm else None
         self.config = config
 
     @checked

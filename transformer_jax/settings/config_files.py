@@ -114,10 +114,10 @@ def from_dict(values: Any) -> Config:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a config to ``{"model.d_model": 512, ...}``."""
+    """Flatten a config, or a nested dict, to ``{"model.d_model": 512, ...}``."""
     flat: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        nested = dataclasses.is_dataclass(value)
+    for name, value in (config if isinstance(config, dict) else vars(config)).items():
+        nested = isinstance(value, dict) or dataclasses.is_dataclass(value)
         flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
 
