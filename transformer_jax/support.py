@@ -1,5 +1,7 @@
 """Helpers that branches share with the trunk. Internal: not part of the public API."""
 
+# ruff: noqa: F401
+
 from transformer_jax.decoding.markup import PLACEHOLDERS, Document
 from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
@@ -11,20 +13,3 @@ from transformer_jax.storage.json_files import parse_object
 from transformer_jax.tokenization.rust_tokenizer import RustTokenizer
 from transformer_jax.tokenization.special_ids import SPECIAL_IDS
 from transformer_jax.tokenization.tokenizer import Languages
-
-__all__ = [
-    "PLACEHOLDERS",
-    "SPECIAL_IDS",
-    "Document",
-    "Languages",
-    "RustTokenizer",
-    "check_not_input",
-    "enable_compilation_cache",
-    "flatten",
-    "joint",
-    "needs_extra",
-    "num_cores",
-    "parse_object",
-    "short_repr",
-    "write_atomically",
-]

@@ -173,15 +173,24 @@ def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
     return attention
 
 
-class EncoderLayer(nnx.Module):
-    """Encoder layer: self-attention and feed-forward network, with residual connections."""
+class _Layer(nnx.Module):
+    """Attention and feed-forward network, with residual connections."""
+
+    has_memory = False
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build attention, feed-forward network and residual connections from the config."""
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
+        if self.has_memory:
+            self.cross_attention = _attention(config, rngs)
+            self.cross_attention_residual = Residual(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
+
+
+class EncoderLayer(_Layer):
+    """Encoder layer: self-attention and feed-forward network, with residual connections."""
 
     @checked
     def __call__(
@@ -206,17 +215,10 @@ class EncoderLayer(nnx.Module):
         return self.feed_forward_residual(x_BSD, feed_forward, dropout_key=keys)
 
 
-class DecoderLayer(nnx.Module):
+class DecoderLayer(_Layer):
     """Decoder layer: causal self-attention, cross-attention and feed-forward network."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Build attention, feed-forward network and residual connections from the config."""
-        self.self_attention = _attention(config, rngs)
-        self.self_attention_residual = Residual(config)
-        self.cross_attention = _attention(config, rngs)
-        self.cross_attention_residual = Residual(config)
-        self.feed_forward = FeedForward(config, rngs=rngs)
-        self.feed_forward_residual = Residual(config)
+    has_memory = True
 
     @checked
     def __call__(

@@ -126,17 +126,10 @@ class Tokenizer:
 
         Raises ``UserError`` for a language that the model does not have.
         """
-        for code, side, field in (
-            (source, self.source, "source_language"),
-            (target, self.target, "target_language"),
-        ):
-            if code:
-                side.first_ids(code, field)
-        tokens = self.languages.tokens
-        changed = Languages(
-            tokens,
-            tokens[source] if source else self.languages.source,
-            tokens[target] if target else self.languages.target,
+        its = self.languages
+        changed = its._replace(
+            source=self.source.first_token(source, "source_language") if source else its.source,
+            target=self.target.first_token(target, "target_language") if target else its.target,
         )
         return self._copy(self._models, languages=changed)
 
