@@ -127,9 +127,14 @@ class _Reader(HTMLParser):
         return len(self.rawdata) if place < 0 else place + len(end)
 
 
-def _read(text: str, is_html: bool) -> list[_Item]:
+def _read(
+    text: str, is_html: bool, protect: str, split: Callable[[str], Iterable[str]]
+) -> Iterator[_Item]:
     """Read a document. Inline tags match; all others are blocks. In XML, an element is inline if
     its parent has text of its own.
+
+    An untranslated element is one item. Text is divided into sentences and placeholders, with empty
+    blocks between sentences.
     """
     items = _Reader(text, is_html).items
     stack, parents, mixed, names = [-1], list[int](), set[int](), Counter[str]()
@@ -145,38 +150,32 @@ def _read(text: str, is_html: bool) -> list[_Item]:
             names[opened.name] -= 1
             if opened.name == item.name:
                 item.mate, opened.mate = j, i
+    done = 0
     for i, item in enumerate(items):
         tag = min(i, item.mate)
         inline = _INLINE.fullmatch(item.name) if is_html else parents[tag] in mixed
         if item.kind in ("open", "close") and (item.mate < 0 or not inline):
             item.kind = "block"
-    return items
-
-
-def _divided(
-    items: list[_Item], protect: str, split: Callable[[str], Iterable[str]]
-) -> Iterator[_Item]:
-    """Join the items of each untranslated element, and divide text into sentences and placeholders,
-    with empty blocks between sentences.
-    """
-    i = 0
-    while i < len(items):
-        item, end = items[i], i + 1
+        if i < done:
+            continue
         if item.kept and item.mate > i:
-            end = item.mate + 1
-            raw = "".join(each.raw for each in items[i:end])
+            done = item.mate + 1
+            raw = "".join(each.raw for each in items[i:done])
             yield _Item("atom" if item.kind == "open" else "block", raw)
         elif item.kind == "text":
-            chunks = (chunk for part in split(item.raw) for chunk in _CHUNK.findall(part))
-            for number, chunk in enumerate(chunks):
-                if number:
-                    yield _Item("block")
-                places = [0, *(x for found in re.finditer(protect, chunk) for x in found.span())]
-                for odd, place in enumerate(pairwise([*places, len(chunk)])):
-                    yield _Item(("text", "atom")[odd % 2], chunk[slice(*place)], shown=odd % 2 > 0)
+            yield from _divided(item.raw, protect, split)
         else:
             yield item
-        i = end
+
+
+def _divided(text: str, protect: str, split: Callable[[str], Iterable[str]]) -> Iterator[_Item]:
+    chunks = (chunk for part in split(text) for chunk in _CHUNK.findall(part))
+    for number, chunk in enumerate(chunks):
+        if number:
+            yield _Item("block")
+        places = [0, *(x for found in re.finditer(protect, chunk) for x in found.span())]
+        for odd, place in enumerate(pairwise([*places, len(chunk)])):
+            yield _Item(("text", "atom")[odd % 2], chunk[slice(*place)], shown=odd % 2 > 0)
 
 
 def _bounded(items: Iterable[_Item]) -> list[_Item]:
@@ -376,7 +375,7 @@ class Document:
 
         is_html = format == "html"
         pattern = "|".join(f"(?:{each})" for each in (*protect, *[_OWN_ENTITY][is_html:]))
-        items = _bounded(_divided(_read(text, is_html), pattern, split))
+        items = _bounded(_read(text, is_html, pattern, split))
         for is_block, group in groupby(items, lambda item: item.kind == "block"):
             its = list(group)
             raw = "".join(item.raw for item in its)

@@ -188,15 +188,10 @@ class MultiHeadAttention(nnx.Module):
         Mask and bias have the same format as in ``dot_product_attention``. If the attribute
         ``sow_weights`` is True, ``nnx.capture`` collects the attention weights.
         """
-        inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
 
-        def reference(*inputs_and_mask: Any) -> jax.Array:
-            *inputs, mask_BHTS = inputs_and_mask
-            q_BTHK, k_BSHK, v_BSHK = self.project(*inputs)
+        def reference() -> jax.Array:
             return dot_product_attention(
-                q_BTHK,
-                k_BSHK,
-                v_BSHK,
+                *self.project(query_BTD, memory_BSD),
                 mask_BHTS,
                 bias_BHTS,
                 dropout_rate=self.dropout,
@@ -204,17 +199,15 @@ class MultiHeadAttention(nnx.Module):
                 module=self if self.sow_weights else None,
             )
 
-        def kernel(*inputs_and_mask: Any) -> jax.Array:
-            *inputs, mask_BHTS = inputs_and_mask
-            arrays = self.project(*inputs, packed=True)
+        def kernel() -> jax.Array:
+            arrays = self.project(query_BTD, memory_BSD, packed=True)
             return attention_kernel.short_attention(*arrays, mask_BHTS)
 
         plain = self.sow_weights or (self.dropout > 0 and dropout_key is not None)
         plain |= bias_BHTS is not None
         if plain or not attention_kernel.supports(query_BTD, self.query, self.value, mask_BHTS):
-            return self.output(reference(*inputs, mask_BHTS))
-        platforms = {"cuda": kernel, "default": reference}
-        return self.output(jax.lax.platform_dependent(*inputs, mask_BHTS, **platforms))
+            return self.output(reference())
+        return self.output(jax.lax.platform_dependent(cuda=kernel, default=reference))
 
     def project(
         self, query_BTD: jax.Array, memory_BSD: jax.Array | None = None, *, packed: bool = False
