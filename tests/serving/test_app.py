@@ -252,8 +252,8 @@ def test_a_glossary_applies_to_its_request(translator: Translator) -> None:
         assert server.ask(q="one three", glossary=glossary).json == {"translatedText": expected}
         for wrong, message in (
             (glossary, "A sentence's glossary needs"),
-            ({"one": ["\ud800"]}, "not valid Unicode"),
             ({"one": 5}, "glossary: "),
+            ({"one": " "}, "The glossary: 'one' has the blank term ' '"),
         ):
             reply = server.ask(q="one nine", glossary=wrong)
             assert reply.status == 400 and message in reply.json["error"]

@@ -174,20 +174,19 @@ class LayerAttention:
             bias_BH1L = jnp.repeat(bias_BHT, q_BWHK.shape[1], axis=2)[:, :, None]
             mask_BHWL = jnp.where(mask_BHWL, bias_BH1L, MASKED)
 
-        def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, blocks, cache.layout.key_axes, mask_BHWL, own)
+        def plain() -> jax.Array:
+            return _attend_to_blocks(q_BWHK, self.history, cache.layout.key_axes, mask_BHWL, own)
 
-        def plain_step(block: Block) -> Any:
-            return plain(block), *cache.written([block], own)
+        def plain_step() -> Any:
+            return plain(), *cache.written(self.history, own)
 
-        def kernel_step(block: Block) -> Any:
-            step = decode_kernel.attend_to_history
+        def kernel_step() -> Any:
+            step, [block] = decode_kernel.attend_to_history, self.history
             return step(arrays_BWHK, block, cache.ancestors_BWT, cache.position_B)
 
         if self.bias_BHT is not None or not decode_kernel.supports(q_BWHK, v_BWHK):
-            return plain(*self.history)
-        steps = {"cuda": kernel_step, "default": plain_step}
-        out_BWHK, *history = jax.lax.platform_dependent(*self.history, **steps)
+            return plain()
+        out_BWHK, *history = jax.lax.platform_dependent(cuda=kernel_step, default=plain_step)
         self.history, self.own = tuple(history), None
         return out_BWHK
 
@@ -195,15 +194,15 @@ class LayerAttention:
         """Attend from the newest tokens to the source."""
         mask_BS, key_axes = self.cache.source_mask_BS, self.cache.layout.key_axes
 
-        def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, blocks, key_axes, mask_BS[:, None, None])
+        def plain() -> jax.Array:
+            return _attend_to_blocks(q_BWHK, self.source, key_axes, mask_BS[:, None, None])
 
-        def kernel(block: Block) -> jax.Array:
-            return decode_kernel.attend_to_source(q_BWHK, block, mask_BS)
+        def kernel() -> jax.Array:
+            return decode_kernel.attend_to_source(q_BWHK, self.source[0], mask_BS)
 
         if not decode_kernel.supports(q_BWHK, self.source[0][1]):
-            return plain(*self.source)
-        return jax.lax.platform_dependent(*self.source, cuda=kernel, default=plain)
+            return plain()
+        return jax.lax.platform_dependent(cuda=kernel, default=plain)
 
 
 def empty_cache(

@@ -104,8 +104,10 @@ class Residual(nnx.Module):
                 x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
                 return x_BLD if self.pre else norm(x_BLD)
             # In training on a GPU, one fused kernel computes all of this.
+            key, weights = mask_key(dropout_key), (norm.scale[...], norm.bias[...])
             return jax.lax.platform_dependent(
-                *(x_BLD, y_BLD, mask_key(dropout_key), norm.scale[...], norm.bias[...]),
-                cuda=partial(norm_kernel.residual_norm, rate=rate, epsilon=norm.epsilon),
-                default=lambda x, y, key, *_: norm(x + dropout(y, rate, key)),
+                cuda=lambda: norm_kernel.residual_norm(
+                    x_BLD, y_BLD, key, *weights, rate=rate, epsilon=norm.epsilon
+                ),
+                default=lambda: norm(x_BLD + dropout(y_BLD, rate, key)),
             )
