@@ -12,4 +12,4 @@ from transformer_jax.storage.files import check_not_input, write_atomically
 from transformer_jax.storage.json_files import parse_object
 from transformer_jax.tokenization.rust_tokenizer import RustTokenizer
 from transformer_jax.tokenization.special_ids import SPECIAL_IDS
-from transformer_jax.tokenization.tokenizer import Languages
+from transformer_jax.tokenization.tokenizer import Languages, read_sentencepiece

@@ -14,9 +14,7 @@ from transformer_jax.support import needs_extra
 _FILES = ["*.json", "*.model", "*.spm", "*.txt", "model*.safetensors"]
 
 
-def find_pretrained(
-    name: str, *, revision: str | None = None, token: str | None = None, allow_pickle: bool = False
-) -> Path:
+def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
     """Return a local folder, or the folder in huggingface_hub's cache of the model ``name``.
 
     A name such as ``facebook/nllb-200-distilled-600M`` is downloaded if it is not in the cache.
@@ -35,7 +33,7 @@ def find_pretrained(
     name, _, tag = name.partition("@")
     try:
         found = huggingface_hub.snapshot_download(
-            name, revision=revision or tag or None, token=token, allow_patterns=files
+            name, revision=revision or tag or None, allow_patterns=files
         )
     except HFValidationError:
         raise UserError(

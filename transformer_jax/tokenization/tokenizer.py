@@ -26,8 +26,16 @@ _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokeniz
 _JSON, _VOCABULARY = "tokenizer.tokens.json", "tokenizer.vocab.json"
 _TARGET_VOCABULARY = "tokenizer.target.vocab.json"
 _LANGUAGES, _PRETRAINED = "tokenizer.languages.json", "tokenizer.pretrained.zip"
-TOKENIZER_FILES = {_MODEL, _SOURCE, _TARGET, _JSON, _LANGUAGES, _PRETRAINED}
-TOKENIZER_FILES |= {_VOCABULARY, _TARGET_VOCABULARY}
+TOKENIZER_FILES = {
+    _MODEL,
+    _SOURCE,
+    _TARGET,
+    _JSON,
+    _VOCABULARY,
+    _TARGET_VOCABULARY,
+    _LANGUAGES,
+    _PRETRAINED,
+}
 
 
 class Languages(NamedTuple):
@@ -85,8 +93,7 @@ class Tokenizer:
         """
         if config.model:
             files = [local_path(file) for file in (config.model, config.target_model) if file]
-            models = [_read_model(file, special_ids=True) for file in files]
-            return cls(*models).with_symbols(config.user_defined_symbols)
+            return cls(*map(_read_given_model, files)).with_symbols(config.user_defined_symbols)
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
@@ -202,25 +209,29 @@ class Tokenizer:
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _read_model(path: Path, *, special_ids: bool = False) -> bytes:
-    """Read and validate a model file.
-
-    ``special_ids`` requires PAD, BOS, EOS and UNK to have the ids 0 to 3.
-    """
-    model = path.read_bytes()
-    if path.name == _JSON:
-        return model
+def read_sentencepiece(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]:
+    """Read a SentencePiece model. Returns the file's contents and the model."""
+    content = path.read_bytes()
     try:
-        if not model:
+        if not content:
             raise RuntimeError("the file is empty")
-        its = sentencepiece.SentencePieceProcessor(model_proto=model)
+        return content, sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
         raise UserError(
-            f"{str(path)!r} is not a SentencePiece model or is corrupt ({error}); restore or "
-            "retrain it."
+            f"{str(path)!r} is not a SentencePiece model or is corrupt ({error}); restore it, "
+            "download it again or retrain it."
         ) from None
+
+
+def _read_model(path: Path) -> bytes:
+    return path.read_bytes() if path.name == _JSON else read_sentencepiece(path)[0]
+
+
+def _read_given_model(path: Path) -> bytes:
+    """Read a model in which PAD, BOS, EOS and UNK must have the ids 0 to 3."""
+    model, its = read_sentencepiece(path)
     ids = its.pad_id(), its.bos_id(), its.eos_id(), its.unk_id()
-    if special_ids and ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+    if ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
         raise UserError(
             f"{str(path)!r} has the ids {ids} for PAD, BOS, EOS and UNK; expected 0 to 3. Train it "
             "with spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
