@@ -74,7 +74,7 @@ def read_rows(
     for name in ("bos", "unk"):
         if ids[name] is None:
             ids[name] = unused.pop() if unused else -1
-    first = [ids[name] for name in ("pad", "bos", "eos", "unk")]
+    first = list(ids.values())
     known: Any = [i for i in first if i != -1]
     if len(set(known)) < len(known) or None in known:
         raise wrong
