@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from transformer_jax.model import norm_kernel
 from transformer_jax.model.dropout import DropoutKey, dropout, mask_key
@@ -31,7 +32,7 @@ class Norm(nnx.Module):
         self.epsilon = config.norm_epsilon
 
     @jax.named_scope("norm")
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    def __call__(self, x_BLD: Array) -> Array:
         """Normalize, then multiply by the scale and add the bias."""
         shape = (1,) * (x_BLD.ndim - 1) + (-1,)
         normalized = _rms_normalized if self.is_rms else _normalized
@@ -41,14 +42,14 @@ class Norm(nnx.Module):
         return y.astype(x_BLD.dtype)
 
 
-def _rms_normalized(x_BLD: jax.Array, epsilon: float) -> jax.Array:
+def _rms_normalized(x_BLD: Array, epsilon: float) -> Array:
     """Normalize to mean square 1 over D."""
     mean_BL1 = jnp.square(x_BLD).mean(axis=-1, keepdims=True)
     return x_BLD * jax.lax.rsqrt(mean_BL1 + epsilon)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _normalized(x_BLD: jax.Array, epsilon: float) -> jax.Array:
+def _normalized(x_BLD: Array, epsilon: float) -> Array:
     """Normalize to mean 0 and variance 1 over D; the backward pass reuses the statistics."""
     mean_BL1, inverse_BL1 = _statistics(x_BLD, epsilon)
     return (x_BLD - mean_BL1) * inverse_BL1
@@ -56,8 +57,8 @@ def _normalized(x_BLD: jax.Array, epsilon: float) -> jax.Array:
 
 @_normalized.defjvp
 def _normalized_jvp(
-    epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+    epsilon: float, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
     [x_BLD], [dx_BLD] = primals, tangents
     # Without the barrier, XLA would recompute the statistics in each kernel that needs them or, if
     # it cannot, store float32 arrays with the shape of x.
@@ -68,7 +69,7 @@ def _normalized_jvp(
     return normal_BLD, across_BLD * inverse_BL1
 
 
-def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+def _statistics(x_BLD: Array, epsilon: float) -> tuple[Array, Array]:
     """Return the mean and 1 / standard deviation over D."""
     mean_BL1 = x_BLD.mean(axis=-1, keepdims=True)
     variance_BL1 = jnp.square(x_BLD - mean_BL1).mean(axis=-1, keepdims=True)
@@ -90,11 +91,11 @@ class Residual(nnx.Module):
 
     def __call__(
         self,
-        x_BLD: jax.Array,
-        sublayer: Callable[[jax.Array], jax.Array],
+        x_BLD: Array,
+        sublayer: Callable[[Array], Array],
         *,
         dropout_key: DropoutKey = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Apply the sublayer with dropout, residual connection and norm. Returns [B, L, D]."""
         norm, rate = self.norm, self.dropout
         y_BLD = sublayer(norm(x_BLD) if self.pre else x_BLD)
