@@ -137,9 +137,9 @@ def test_the_token_is_sent(hub, monkeypatch) -> None:
     [
         ("private/t5", "HF_TOKEN"),
         ("gated/t5", "HF_TOKEN"),
-        ("toy/missing", "cannot be downloaded .*Check the name"),
+        ("toy/missing", "cannot be downloaded .*Check --revision"),
         ("toy/t5@v9", "revision"),
-        ("not a name", "neither a folder nor a model's name"),
+        ("not a name", "is not a folder and .* Expected a folder"),
         ("toy/pickle", "model.safetensors"),
     ],
 )

@@ -28,23 +28,18 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
         return folder
     with needs_extra("pretrained"):
         import huggingface_hub
-        from huggingface_hub.errors import HFValidationError
     files = [*_FILES, "pytorch_model.bin"] if allow_pickle else _FILES
     name, _, tag = name.partition("@")
     try:
         found = huggingface_hub.snapshot_download(
             name, revision=revision or tag or None, allow_patterns=files
         )
-    except HFValidationError:
-        raise UserError(
-            f"{name!r} is neither a folder nor a model's name; expected a folder with config.json "
-            "or a name such as facebook/nllb-200-distilled-600M."
-        ) from None
     except Exception as error:  # errors of huggingface_hub and of its HTTP client
         said = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{name!r} is not a folder and cannot be downloaded ({said}). Check the name, "
-            "--revision, the network and, for private or gated models, HF_TOKEN."
+            f"{name!r} is not a folder and cannot be downloaded ({said}). Expected a folder with "
+            "config.json or a name such as facebook/nllb-200-distilled-600M. Check --revision, the "
+            "network and, for private or gated models, HF_TOKEN."
         ) from None
     return Path(found)
 
