@@ -9,7 +9,7 @@ from flax import nnx
 
 from transformer_jax import Config, Tokenizer, Transformer, UserError, save_model
 from transformer_jax.interop.pretrained import Pretrained
-from transformer_jax.support import needs_extra
+from transformer_jax.support import needs_extra, one_line
 
 _FILES = ["*.json", "*.model", "*.spm", "*.txt", "model*.safetensors"]
 
@@ -35,11 +35,10 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
             name, revision=revision or tag or None, allow_patterns=files
         )
     except Exception as error:  # errors of huggingface_hub and of its HTTP client
-        said = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{name!r} is not a folder and cannot be downloaded ({said}). Expected a folder with "
-            "config.json or a name such as facebook/nllb-200-distilled-600M. Check --revision, the "
-            "network and, for private or gated models, HF_TOKEN."
+            f"{name!r} is not a folder and cannot be downloaded ({one_line(error)}). Expected a "
+            "folder with config.json or a name such as facebook/nllb-200-distilled-600M. Check "
+            "--revision, the network and, for private or gated models, HF_TOKEN."
         ) from None
     return Path(found)
 

@@ -17,7 +17,7 @@ from transformer_jax import (
     read_pairs,
 )
 from transformer_jax.report.attention import SentenceAttention, sentence_attention
-from transformer_jax.support import enable_compilation_cache, parse_object
+from transformer_jax.support import enable_compilation_cache, one_line, parse_object
 
 
 @dataclass
@@ -105,8 +105,7 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
         for text in texts or sources[:1]:
             run.attention[text] = sentence_attention(translator, text)
     except Exception as error:  # corrupt or missing files, or files just deleted by training
-        said = str(error) or type(error).__name__
-        run.problems.append(f"Translations and attention are incomplete: {said}")
+        run.problems.append(f"Translations and attention are incomplete: {one_line(error)}")
 
 
 def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
