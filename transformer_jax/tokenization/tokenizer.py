@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -66,7 +66,7 @@ class Tokenizer:
     """The tokens of both languages, ordered by id, if ids differ from the piece ids."""
     target_vocabulary: Sequence[str] = ()
     """The tokens of the target, if ``vocabulary`` has those of the source only."""
-    languages: Languages = field(default_factory=Languages)
+    languages: Languages = Languages()
     """Tokens before a line."""
     pretrained: bytes = b""
     """The original files, which an export needs, as a zip archive."""
