@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 from transformer_jax.interop.weights import Library
 
 ACTIVATIONS = {
-    **{"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"},
-    **{"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
-    **{"gated-gelu": "geglu", "gated-gelu_new": "geglu", "gated-silu": "swiglu"},
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gated-gelu": "geglu",
+    "gated-gelu_new": "geglu",
+    "gated-silu": "swiglu",
 }
 
 

@@ -47,12 +47,19 @@ _KEPT = ("*.json", "*.model", "*.spm", "*.txt")
 _VOCABULARY_WEIGHTS = ("embedding.matrix", "softmax_matrix", "softmax_bias")
 _ENGLISH = ("eng_Latn", "en_XX", "en")
 _DEFAULTS = {  # fields that config.json can omit
-    **{"activation_dropout": 0.0, "attention_dropout": 0.0, "num_decoder_layers": None},
-    **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
-    **{"feed_forward_proj": "relu", "scale_embedding": False, "activation_function": "gelu"},
+    "activation_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "num_decoder_layers": None,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "feed_forward_proj": "relu",
+    "scale_embedding": False,
+    "activation_function": "gelu",
 }
 _TYPES: dict[str, Any] = {  # other fields are numbers
-    **{"activation_function": str, "feed_forward_proj": str, "scale_embedding": bool},
+    "activation_function": str,
+    "feed_forward_proj": str,
+    "scale_embedding": bool,
     "num_decoder_layers": int | None,
 }
 
