@@ -6,7 +6,7 @@ import dataclasses
 import logging
 
 import pytest
-from random_models import WORDS, lines_of_words, make_model, train_tokenizer
+from random_models import WORDS, lines_of_words, make_model
 
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.glossary import Glossary, read_glossary, unmet
@@ -21,16 +21,6 @@ LINES = lines_of_words(23)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=12, max_source_length=24, batch_size=4)
 # Random models never translate these as the glossary does.
 TERMS = {"one": "TWO", "three four": ["FIVE SIX", "TEN"], "nine": "NINE", "zero": "ONE"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(LINES)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
-    return make_model(tokenizer)
 
 
 @pytest.fixture(scope="module")

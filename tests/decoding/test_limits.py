@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from random_models import WORDS, lines_of_words, make_model, train_tokenizer
+from random_models import WORDS, lines_of_words, make_model
 
 from transformer_jax.decoding import __main__ as program
 from transformer_jax.decoding import devices
@@ -37,11 +37,6 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 
 LINES = lines_of_words(23)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=6, max_source_length=24, batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(LINES)
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ def test_placeholders_pass_unchanged(placeholder):
     assert placeholder in parts
     assert Document(f"one {placeholder}.", "html", TOKENIZER).sentences == ["one."]
     found = Document("one 42 %", "html", TOKENIZER, protect=[r"\d+"]).lines[0].marks
-    assert [mark.item.raw.strip() for mark in found] == ["42"]
+    assert [mark.raw.strip() for mark in found] == ["42"]
 
 
 WORDS = st.sampled_from(["one", "two ", " three", " ", "\n", "&amp;", "four.", "{x}", "é", ""])

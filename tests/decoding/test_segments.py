@@ -5,18 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from random_models import WORDS, lines_of_words, train_tokenizer
+from random_models import WORDS, lines_of_words
 
 from transformer_jax.decoding.segments import _SENTENCE_END, split
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 LINES = lines_of_words(23)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(LINES)
 
 
 def test_long_lines_are_split_at_sentence_ends(tokenizer):

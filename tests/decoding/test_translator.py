@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from random_models import WORDS, lines_of_words, make_model, train_tokenizer
+from random_models import WORDS, lines_of_words, make_model
 from reference_search import Rules, reference_search
 
 from transformer_jax.decoding import ensemble
@@ -31,16 +31,6 @@ from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 
 LINES = lines_of_words(23)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=6, max_source_length=24, batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(LINES)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
-    return make_model(tokenizer)
 
 
 @pytest.fixture(scope="module")

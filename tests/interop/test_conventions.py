@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from transformer_jax import (
     PAD_ID,
+    ModelConfig,
     MultiHeadAttention,
     OptimizerConfig,
     dot_product_attention,
@@ -25,7 +26,7 @@ from transformer_jax import (
     smoothed_cross_entropy,
 )
 from transformer_jax.interop.pytorch import from_torch
-from transformer_jax.model.norms import LayerNorm
+from transformer_jax.model.norms import Norm
 
 D, V = 64, 20
 RNG = np.random.default_rng(0)
@@ -36,7 +37,7 @@ def test_layer_norm_by_the_unbiased_deviation() -> None:
     x_BLD = RNG.standard_normal((2, 5, D), np.float32)
     x = torch.tensor(x_BLD)
     theirs_BLD = ((x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)).numpy()
-    norm = LayerNorm(D, epsilon=1e-9)
+    norm = Norm(ModelConfig(d_model=D, norm_epsilon=1e-9))
     ours_BLD = np.asarray(norm(jnp.asarray(x_BLD)))
     np.testing.assert_allclose(ours_BLD, F.layer_norm(x, (D,), eps=1e-9), rtol=0, atol=2e-6)
     assert 5e-3 < np.abs(ours_BLD / theirs_BLD - 1).max() < 1e-2

@@ -137,9 +137,9 @@ def test_the_token_is_sent(hub, monkeypatch) -> None:
     [
         ("private/t5", "HF_TOKEN"),
         ("gated/t5", "HF_TOKEN"),
-        ("toy/missing", "cannot be downloaded .*Check the name"),
+        ("toy/missing", "cannot be downloaded .*Check --revision"),
         ("toy/t5@v9", "revision"),
-        ("not a name", "neither a folder nor a model's name"),
+        ("not a name", "is not a folder and .* Expected a folder"),
         ("toy/pickle", "model.safetensors"),
     ],
 )
@@ -166,7 +166,7 @@ def test_an_interrupted_import_is_repeated(hub, monkeypatch) -> None:
         def stop(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("transformer_jax.interop.pretrained._Read.__call__", stop)
+        patch.setattr("transformer_jax.interop.pretrained.Pretrained._read", stop)
         with pytest.raises(KeyboardInterrupt):
             pretrained_workdir("toy/t5")
     folder = pretrained_workdir("toy/t5")

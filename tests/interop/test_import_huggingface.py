@@ -666,7 +666,7 @@ def test_program_errors_for_existing_folders_and_other_formats(
     folder = tmp_path / "marian"
     for name, message in (
         (folder, "config.json' cannot be read"),
-        (folder / "model.npz", "is neither a folder nor a model's name"),
+        (folder / "model.npz", "is not a folder and cannot be downloaded"),
     ):
         assert main(["import", "--input", str(name), "--workdir", str(tmp_path / "w")]) == 2
         assert message in capsys.readouterr().err

@@ -25,7 +25,7 @@ from transformer_jax import (
 from transformer_jax.data.corpus import open_corpus
 from transformer_jax.decoding.__main__ import main
 from transformer_jax.decoding.ensemble import load_models
-from transformer_jax.interop.hub import import_into
+from transformer_jax.interop.huggingface_import import import_into
 from transformer_jax.report.attention import sentence_attention
 from transformer_jax.settings.config import (
     BatchConfig,

@@ -1,5 +1,7 @@
 """Norms: formulas and gradients."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,12 @@ from flax import nnx
 from jax.test_util import check_grads
 from reference import against_reference
 
-from transformer_jax.model.norms import LayerNorm, RMSNorm
+from transformer_jax.model.norms import Norm
+from transformer_jax.settings.config import ModelConfig
+
+
+def norm_of(width: int, **settings: Any) -> Norm:
+    return Norm(ModelConfig(d_model=width, **settings))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -20,7 +27,7 @@ def test_layer_norm_equals_its_formula(epsilon: float) -> None:
     """A large epsilon shows that it is added to the variance, inside the square root."""
     x = normal(np.random.default_rng(0), 2, 3, 8) / 2
     scale, bias = np.arange(1, 9, dtype=np.float32), np.arange(8, dtype=np.float32)
-    norm = LayerNorm(8, epsilon=epsilon)
+    norm = norm_of(8, norm_epsilon=epsilon)
     norm.scale[...], norm.bias[...] = jnp.asarray(scale), jnp.asarray(bias)
     against_reference(
         norm,
@@ -51,7 +58,7 @@ def test_gradient_of_layer_norm_equals_the_formulas(shape: tuple[int, ...], rema
     rng = np.random.default_rng(0)
     x, weights = 3 * normal(rng, *shape) + 2, normal(rng, *shape)
     scale, bias = 1 + normal(rng, 16), normal(rng, 16)
-    norm = LayerNorm(16, epsilon=1e-3)
+    norm = norm_of(16, norm_epsilon=1e-3)
     graph, _ = nnx.split(norm)
 
     def ours(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
@@ -76,7 +83,7 @@ def test_second_derivatives_of_layer_norm_equal_finite_differences() -> None:
     rng = np.random.default_rng(0)
     inputs = 3 * normal(rng, 2, 3, 16) + 2, 1 + normal(rng, 16), normal(rng, 16)
     weights = normal(rng, 2, 3, 16)
-    graph, _ = nnx.split(LayerNorm(16, epsilon=1e-3))
+    graph, _ = nnx.split(norm_of(16, norm_epsilon=1e-3))
 
     def ours(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         norm = nnx.merge(graph, nnx.State({"scale": nnx.Param(scale), "bias": nnx.Param(bias)}))
@@ -88,7 +95,7 @@ def test_second_derivatives_of_layer_norm_equal_finite_differences() -> None:
 def test_layer_norm_gradients_in_bfloat16_are_rounded_once() -> None:
     rng = np.random.default_rng(0)
     x, weights = (normal(rng, 4, 64).astype(jnp.bfloat16) for _ in range(2))
-    norm, weights = LayerNorm(64), weights.astype(np.float32)
+    norm, weights = norm_of(64), weights.astype(np.float32)
 
     def loss(x: jax.Array) -> jax.Array:
         return (norm(x).astype(jnp.float32) * weights).sum()
@@ -101,7 +108,7 @@ def test_layer_norm_gradients_in_bfloat16_are_rounded_once() -> None:
 
 def test_rms_norm_equals_its_formula() -> None:
     x = 3 * normal(np.random.default_rng(0), 2, 3, 8) + 1
-    norm = RMSNorm(8, epsilon=0.5)
+    norm = norm_of(8, norm_type="rms", norm_epsilon=0.5)
     norm.scale[...] = jnp.arange(1.0, 9.0)
     scale = np.arange(1.0, 9.0, dtype=np.float32).reshape(1, 1, 8)
     against_reference(
@@ -116,6 +123,6 @@ def test_rms_norm_equals_its_formula() -> None:
 
 def test_layer_norm_without_bias() -> None:
     x = normal(np.random.default_rng(0), 2, 3, 8)
-    norm = LayerNorm(8, use_bias=False)
+    norm = norm_of(8, norm_bias=False)
     assert [path for path, _ in nnx.to_flat_state(nnx.state(norm, nnx.Param))] == [("scale",)]
-    np.testing.assert_array_equal(jax.jit(norm)(x), jax.jit(LayerNorm(8))(x))
+    np.testing.assert_array_equal(jax.jit(norm)(x), jax.jit(norm_of(8))(x))

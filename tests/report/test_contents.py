@@ -21,8 +21,9 @@ from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 
 from transformer_jax import Config, DecodingConfig, PairsConfig, Translator, UserError
 from transformer_jax.report import __main__ as program
-from transformer_jax.report import attention, facts, heat_maps, samples
-from transformer_jax.report import charts as charts_module
+from transformer_jax.report import attention, facts, heat_maps
+from transformer_jax.report import page as page_module
+from transformer_jax.report import runs as runs_module
 from transformer_jax.report.attention import SentenceAttention
 from transformer_jax.report.page import page as render
 from transformer_jax.report.runs import Run
@@ -280,7 +281,7 @@ def models(monkeypatch) -> list[tuple[str, str]]:
         return sentence(f"{translator.name}:{text[:9]}")
 
     monkeypatch.setattr(Translator, "from_workdir", load)
-    monkeypatch.setattr(samples, "sentence_attention", attend)
+    monkeypatch.setattr(runs_module, "sentence_attention", attend)
     return asked
 
 
@@ -358,7 +359,7 @@ def test_attention_maps_show_the_last_layer_with_queries_down_and_keys_across(
         drawn.append([np.asarray(axes.images[0].get_array()) for axes in figure.axes[:-1]])
         return figure
 
-    monkeypatch.setattr(charts_module, "attention_maps", draw)
+    monkeypatch.setattr(page_module, "attention_maps", draw)
     attended = sentence("x")
     run = Run("r", tmp_path, Config(), [], attention={"text": attended})
     page = render([run]).decode()

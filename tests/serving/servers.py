@@ -121,11 +121,14 @@ def answering(app: Any, **settings: Any) -> Iterator[int]:
         thread.join()
 
 
-def make_model_to_serve(translator: Translator, **settings: Any) -> AsyncTranslator:
+def make_model_to_serve(
+    translator: Translator, *, max_terms: int = 0, **settings: Any
+) -> AsyncTranslator:
     """Make a model with the parameters of ``translator``; ``settings`` override CONFIG."""
     config = dataclasses.replace(CONFIG, **settings)
     options = {"devices": devices_for_rows(config.batch_size)}
-    return AsyncTranslator(Translator(translator.model, translator.tokenizer, config, **options))
+    served = Translator(translator.model, translator.tokenizer, config, **options)
+    return AsyncTranslator(served, max_terms=max_terms)
 
 
 def write_served_run(folder: Path, translator: Translator) -> None:

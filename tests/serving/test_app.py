@@ -241,6 +241,24 @@ def test_a_prefix_begins_the_translation(server: Server) -> None:
     assert reply.status == 400 and "outside the vocabulary" in reply.json["error"]
 
 
+def test_a_glossary_applies_to_its_request(translator: Translator) -> None:
+    """Up to ``max_terms`` source terms of a sentence; terms that are not in it do not count."""
+    model = make_model_to_serve(translator, max_terms=1, batch_size=1, max_source_length=12)
+    service = Service({Pair("en", "de"): model}, max_queue=9, max_characters=99)
+    glossary = {"one": ["TWO"], "nine": "ONE"}
+    [expected] = translator.translate([Request("one three", glossary=glossary)])
+    assert " TWO" in f" {expected}" and [expected] != translator.translate(["one three"])
+    with serving(service, translator) as server:
+        assert server.ask(q="one three", glossary=glossary).json == {"translatedText": expected}
+        for wrong, message in (
+            (glossary, "A sentence's glossary needs"),
+            ({"one": 5}, "glossary: "),
+            ({"one": " "}, "The glossary: 'one' has the blank term ' '"),
+        ):
+            reply = server.ask(q="one nine", glossary=wrong)
+            assert reply.status == 400 and message in reply.json["error"]
+
+
 def test_sentences_are_streamed_in_order(server: Server) -> None:
     text = "\n".join(LINES[:20])
     reply = server.ask("/translate/stream", q=text)

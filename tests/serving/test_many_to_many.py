@@ -12,7 +12,7 @@ from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.interop.hub import import_into
+from transformer_jax.interop.huggingface_import import import_into
 from transformer_jax.serving.__main__ import _load
 from transformer_jax.serving.flags import Pair, checked_flags
 

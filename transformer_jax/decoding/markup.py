@@ -55,9 +55,11 @@ _MOST_ITEMS = 200
 _COPIED, _NEVER = 1e3, 1e9
 
 
-@dataclass
+@dataclass(eq=False)
 class _Item:
-    """A token, or an element that is not translated."""
+    """A token, or an element that is not translated. In a line, inline elements and atoms are marks
+    of the text.
+    """
 
     kind: str
     """text; open, close: inline tags; atom: anything else inside a line; block: between lines."""
@@ -69,6 +71,14 @@ class _Item:
     """The model sees an atom, and should copy it."""
     mate: int = -1
     """Index of the matching tag, if any."""
+    parent: _Item | None = None
+    start: int = 0
+    """Characters of the source that are marked; the end is 0 for what the model does not see."""
+    end: int = 0
+    closing: str = ""
+    place: tuple[int, int] | None = None
+    """Characters of the translation that are marked."""
+    children: list[_Item] = field(default_factory=list)
 
 
 class _Reader(HTMLParser):
@@ -127,9 +137,14 @@ class _Reader(HTMLParser):
         return len(self.rawdata) if place < 0 else place + len(end)
 
 
-def _read(text: str, is_html: bool) -> list[_Item]:
+def _read(
+    text: str, is_html: bool, protect: str, split: Callable[[str], Iterable[str]]
+) -> Iterator[_Item]:
     """Read a document. Inline tags match; all others are blocks. In XML, an element is inline if
     its parent has text of its own.
+
+    An untranslated element is one item. Text is divided into sentences and placeholders, with empty
+    blocks between sentences.
     """
     items = _Reader(text, is_html).items
     stack, parents, mixed, names = [-1], list[int](), set[int](), Counter[str]()
@@ -145,38 +160,32 @@ def _read(text: str, is_html: bool) -> list[_Item]:
             names[opened.name] -= 1
             if opened.name == item.name:
                 item.mate, opened.mate = j, i
+    done = 0
     for i, item in enumerate(items):
         tag = min(i, item.mate)
         inline = _INLINE.fullmatch(item.name) if is_html else parents[tag] in mixed
         if item.kind in ("open", "close") and (item.mate < 0 or not inline):
             item.kind = "block"
-    return items
-
-
-def _divided(
-    items: list[_Item], protect: str, split: Callable[[str], Iterable[str]]
-) -> Iterator[_Item]:
-    """Join the items of each untranslated element, and divide text into sentences and placeholders,
-    with empty blocks between sentences.
-    """
-    i = 0
-    while i < len(items):
-        item, end = items[i], i + 1
+        if i < done:
+            continue
         if item.kept and item.mate > i:
-            end = item.mate + 1
-            raw = "".join(each.raw for each in items[i:end])
+            done = item.mate + 1
+            raw = "".join(each.raw for each in items[i:done])
             yield _Item("atom" if item.kind == "open" else "block", raw)
         elif item.kind == "text":
-            chunks = (chunk for part in split(item.raw) for chunk in _CHUNK.findall(part))
-            for number, chunk in enumerate(chunks):
-                if number:
-                    yield _Item("block")
-                places = [0, *(x for found in re.finditer(protect, chunk) for x in found.span())]
-                for odd, place in enumerate(pairwise([*places, len(chunk)])):
-                    yield _Item(("text", "atom")[odd % 2], chunk[slice(*place)], shown=odd % 2 > 0)
+            yield from _divided(item.raw, protect, split)
         else:
             yield item
-        i = end
+
+
+def _divided(text: str, protect: str, split: Callable[[str], Iterable[str]]) -> Iterator[_Item]:
+    chunks = (chunk for part in split(text) for chunk in _CHUNK.findall(part))
+    for number, chunk in enumerate(chunks):
+        if number:
+            yield _Item("block")
+        places = [0, *(x for found in re.finditer(protect, chunk) for x in found.span())]
+        for odd, place in enumerate(pairwise([*places, len(chunk)])):
+            yield _Item(("text", "atom")[odd % 2], chunk[slice(*place)], shown=odd % 2 > 0)
 
 
 def _bounded(items: Iterable[_Item]) -> list[_Item]:
@@ -199,21 +208,6 @@ def _bounded(items: Iterable[_Item]) -> list[_Item]:
     return found
 
 
-@dataclass(eq=False)
-class _Mark:
-    """An inline element or an atom of a line."""
-
-    item: _Item
-    parent: _Mark | None = None
-    start: int = 0
-    """Characters of the source; the end is 0 for what the model does not see."""
-    end: int = 0
-    closing: str = ""
-    place: tuple[int, int] | None = None
-    """Characters of the translation."""
-    children: list[_Mark] = field(default_factory=list)
-
-
 class Line:
     """A line of a document.
 
@@ -224,7 +218,7 @@ class Line:
 
     def __init__(self, items: Iterable[_Item], known: Callable[[str], bool]):
         """``known`` says whether the model can copy a placeholder."""
-        self.text, self._root, self.marks = "", _Mark(_Item("open")), list[_Mark]()
+        self.text, self._root, self.marks = "", _Item("open"), list[_Item]()
         stack, taken = [self._root], False
         for item in items:
             shown = re.sub(r"\s+", " ", html.unescape(item.raw))
@@ -233,17 +227,18 @@ class Line:
                 stack.pop().closing = item.raw
                 continue
             if item.kind != "text":
-                self.marks.append(mark := _Mark(item, stack[-1], len(self.text)))
-                stack[-1].children.append(mark)
+                item.parent, item.start = stack[-1], len(self.text)
+                self.marks.append(item)
+                stack[-1].children.append(item)
                 if item.kind == "open":
-                    stack.append(mark)
+                    stack.append(item)
                     continue
                 item.shown = item.shown and known(shown)
                 if not item.shown:  # a space before it moves with it
                     if self.text.endswith(" "):
                         item.raw, self.text, taken = " " + item.raw, self.text[:-1], True
                     continue
-                mark.end = len(self.text + shown)
+                item.end = len(self.text + shown)
             elif not self.text and stack[-1].children and shown.startswith(" "):
                 stack[-1].children[-1].closing += " "
             if taken and shown[:1].isalnum():
@@ -272,7 +267,7 @@ class Line:
         ends = dict[str, int]()
         for mark in self.marks:
             mark.place = None
-            if not mark.item.shown:
+            if not mark.shown:
                 continue
             copy = re.escape(self.text[mark.start : mark.end])
             if found := re.compile(rf"(?<!\w){copy}(?!\w)").search(text, ends.get(copy, 0)):
@@ -282,7 +277,7 @@ class Line:
                 weights_TS[np.ix_(rows_T, columns_S)] = _COPIED
             else:
                 said = "The model dropped %s; it is put back next to the aligned word."
-                logger.warning(said, short_repr(mark.item.raw))
+                logger.warning(said, short_repr(mark.raw))
 
     def _place(self, sources_S2: Any, targets_T2: Any, weights_TS: Any) -> None:
         """Set the other places. An element takes the units that attend more to its words than to
@@ -317,11 +312,11 @@ class Line:
                 start = targets_T2[np.where(inside_T, weights_TS[:, before[-1]], -1).argmax(), 1]
             mark.place = start, start
 
-    def _written(self, mark: _Mark, text: str) -> str:
+    def _written(self, mark: _Item, text: str) -> str:
         assert mark.place
-        written, (at, end) = mark.item.raw, mark.place
-        if mark.item.kind != "open":
-            if at == end and mark.item.shown:
+        written, (at, end) = mark.raw, mark.place
+        if mark.kind != "open":
+            if at == end and mark.shown:
                 return f" {written}" if at else f"{written} "
             return written + mark.closing
         for child in sorted(mark.children, key=lambda child: child.place or ()):
@@ -376,7 +371,7 @@ class Document:
 
         is_html = format == "html"
         pattern = "|".join(f"(?:{each})" for each in (*protect, *[_OWN_ENTITY][is_html:]))
-        items = _bounded(_divided(_read(text, is_html), pattern, split))
+        items = _bounded(_read(text, is_html, pattern, split))
         for is_block, group in groupby(items, lambda item: item.kind == "block"):
             its = list(group)
             raw = "".join(item.raw for item in its)

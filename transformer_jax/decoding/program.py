@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UNNAMED = tyro.conf.arg(name="")  # a group of flags without a prefix
 Answers: TypeAlias = Iterator[tuple[Record, list[Translation]]]
 
 
@@ -132,12 +133,10 @@ class Arguments:
     """Path or URL of a work directory or of one of its checkpoints. Several work directories form
     an ensemble, which averages the models' probabilities.
     """
-    files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
-    results: Annotated[Results, tyro.conf.arg(name="")] = field(default_factory=Results)
-    scoring: Annotated[ScoringFlags, tyro.conf.arg(name="")] = field(default_factory=ScoringFlags)
-    search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
-        default_factory=DecodingConfig
-    )
+    files: Annotated[Files, _UNNAMED] = Files()
+    results: Annotated[Results, _UNNAMED] = Results()
+    scoring: Annotated[ScoringFlags, _UNNAMED] = ScoringFlags()
+    search: Annotated[DecodingConfig, _UNNAMED] = DecodingConfig()
 
 
 def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:

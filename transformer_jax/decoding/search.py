@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -133,7 +133,7 @@ class Method(Section, ABC):
     """Padding after EOS; never generated."""
     beam_size: Positive = 4
     """Beam width W; ``Sampling`` draws one sample in each beam."""
-    constraints: Constraints = field(default_factory=Constraints)
+    constraints: Constraints = Constraints()
     length_penalty: NonNegative = 0.6
     """alpha in the length penalty ((c + length) / (c + 1))^alpha, which divides log-probabilities
     to rank finished hypotheses.

@@ -91,16 +91,12 @@ class Import:
 
     def run(self) -> None:
         """Write the model folder."""
-        from transformer_jax import save_model
-        from transformer_jax.interop.hub import find_pretrained
-        from transformer_jax.interop.huggingface_import import import_huggingface
+        from transformer_jax.interop.huggingface_import import find_pretrained, import_into
 
+        pickles, languages = self.allow_pickle, (self.source_language, self.target_language)
         with _new_folder(self.workdir, "workdir") as folder:
-            pickles = self.allow_pickle
             source = find_pretrained(self.input, revision=self.revision, allow_pickle=pickles)
-            config, model, tokenizer = import_huggingface(source, lazy=True, allow_pickle=pickles)
-            tokenizer = tokenizer.with_languages(self.source_language, self.target_language)
-            save_model(folder, config, model, tokenizer)
+            import_into(source, folder, languages=languages, allow_pickle=pickles)
         logger.info("Translate:  python decode.py --workdir %s", self.workdir)
         start = f"--config {self.workdir}/config.json --training.start-from {self.workdir}"
         logger.info("Fine-tune:  python train.py %s --workdir NEW ...", start)

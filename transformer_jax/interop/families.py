@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 from transformer_jax.interop.weights import Library
 
 ACTIVATIONS = {
-    **{"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"},
-    **{"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
-    **{"gated-gelu": "geglu", "gated-gelu_new": "geglu", "gated-silu": "swiglu"},
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gated-gelu": "geglu",
+    "gated-gelu_new": "geglu",
+    "gated-silu": "swiglu",
 }
 
 
@@ -72,18 +78,18 @@ _LAYER = {
 _EMBEDDINGS = {"target_embedding.matrix": "model.shared.weight", "softmax_matrix": "lm_head.weight"}
 _BIAS = {"softmax_bias": "final_logits_bias"}
 _NORMS = {
-    f"{side}.final_norm.{ours}": f"model.{side}.layer_norm.{theirs}"
-    for side in ("encoder", "decoder")
-    for ours, theirs in (("scale", "weight"), ("bias", "bias"))
+    "encoder.final_norm.scale": "model.encoder.layer_norm.weight",
+    "encoder.final_norm.bias": "model.encoder.layer_norm.bias",
+    "decoder.final_norm.scale": "model.decoder.layer_norm.weight",
+    "decoder.final_norm.bias": "model.decoder.layer_norm.bias",
 }
 _LEARNED = {
-    f"{ours}_embedding.{name}": f"model.{side}.{theirs}"
-    for ours, side in (("source", "encoder"), ("target", "decoder"))
-    for name, theirs in (
-        ("position_matrix", "embed_positions.weight"),
-        ("norm.scale", "layernorm_embedding.weight"),
-        ("norm.bias", "layernorm_embedding.bias"),
-    )
+    "source_embedding.position_matrix": "model.encoder.embed_positions.weight",
+    "source_embedding.norm.scale": "model.encoder.layernorm_embedding.weight",
+    "source_embedding.norm.bias": "model.encoder.layernorm_embedding.bias",
+    "target_embedding.position_matrix": "model.decoder.embed_positions.weight",
+    "target_embedding.norm.scale": "model.decoder.layernorm_embedding.weight",
+    "target_embedding.norm.bias": "model.decoder.layernorm_embedding.bias",
 }
 _FAIRSEQ = {"norm_epsilon": 1e-5, "attention_bias": True}
 _BART = {
@@ -104,29 +110,32 @@ def _library(*names: Mapping[str, str]) -> Library:
     return Library(merged, "model.{side}.layers.{number}.")
 
 
-def _t5_names() -> dict[str, str]:
-    names = {"target_embedding.matrix": "shared.weight", "softmax_matrix": "lm_head.weight"}
-    parts = {
-        "encoder": ["SelfAttention", "DenseReluDense"],
-        "decoder": ["SelfAttention", "EncDecAttention", "DenseReluDense"],
-    }
-    ours_of = {"SelfAttention": "self_attention", "EncDecAttention": "cross_attention"}
-    for side, its_parts in parts.items():
-        names[f"{side}.final_norm.scale"] = f"{side}.final_layer_norm.weight"
-        names[f"{side}.relative_bias"] = "layer.0.SelfAttention.relative_attention_bias.weight"
-        for number, part in enumerate(its_parts):
-            ours = ours_of.get(part, "feed_forward")
-            names[f"{side}.{ours}_residual"] = f"layer.{number}.layer_norm.{{}}"
-            if ours == "feed_forward":
-                ends = {"inner": "wi", "gate": "wi_0", "output": "wo"}
-            else:
-                ends = {"query": "q", "key": "k", "value": "v", "output": "o"}
-            for end, its in ends.items():
-                names[f"{side}.{ours}.{end}"] = f"layer.{number}.{part}.{its}.{{}}"
-    return names
-
-
-_T5_LIBRARY = Library(_t5_names(), "{side}.block.{number}.")
+_T5_NAMES = {
+    "target_embedding.matrix": "shared.weight",
+    "softmax_matrix": "lm_head.weight",
+    "encoder.final_norm.scale": "encoder.final_layer_norm.weight",
+    "decoder.final_norm.scale": "decoder.final_layer_norm.weight",
+    "relative_bias": "layer.0.SelfAttention.relative_attention_bias.weight",
+    "self_attention.query": "layer.0.SelfAttention.q.{}",
+    "self_attention.key": "layer.0.SelfAttention.k.{}",
+    "self_attention.value": "layer.0.SelfAttention.v.{}",
+    "self_attention.output": "layer.0.SelfAttention.o.{}",
+    "self_attention_residual": "layer.0.layer_norm.{}",
+    "cross_attention.query": "layer.1.EncDecAttention.q.{}",
+    "cross_attention.key": "layer.1.EncDecAttention.k.{}",
+    "cross_attention.value": "layer.1.EncDecAttention.v.{}",
+    "cross_attention.output": "layer.1.EncDecAttention.o.{}",
+    "cross_attention_residual": "layer.1.layer_norm.{}",
+    "encoder.feed_forward.inner": "layer.1.DenseReluDense.wi.{}",
+    "encoder.feed_forward.gate": "layer.1.DenseReluDense.wi_0.{}",
+    "encoder.feed_forward.output": "layer.1.DenseReluDense.wo.{}",
+    "encoder.feed_forward_residual": "layer.1.layer_norm.{}",
+    "decoder.feed_forward.inner": "layer.2.DenseReluDense.wi.{}",
+    "decoder.feed_forward.gate": "layer.2.DenseReluDense.wi_0.{}",
+    "decoder.feed_forward.output": "layer.2.DenseReluDense.wo.{}",
+    "decoder.feed_forward_residual": "layer.2.layer_norm.{}",
+}
+_T5_LIBRARY = Library(_T5_NAMES, "{side}.block.{number}.")
 _T5_FIELDS = {
     "d_model": "d_model",
     "d_ff": "d_ff",
@@ -161,8 +170,8 @@ FAMILIES = {
         _FIELDS,
         _FAIRSEQ | {"softmax_bias": True},
         separate={
-            f"{ours}_embedding.matrix": f"model.{side}.embed_tokens.weight"
-            for ours, side in (("source", "encoder"), ("target", "decoder"))
+            "source_embedding.matrix": "model.encoder.embed_tokens.weight",
+            "target_embedding.matrix": "model.decoder.embed_tokens.weight",
         },
         required=dict.fromkeys(
             ("normalize_before", "normalize_embedding", "add_final_layer_norm"), (False,)

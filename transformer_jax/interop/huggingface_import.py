@@ -1,4 +1,4 @@
-"""Imports pretrained models from folders in transformers' format."""
+"""Imports pretrained models from the Hugging Face Hub, or from folders in transformers' format."""
 
 from __future__ import annotations
 
@@ -7,9 +7,41 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax import Config, Tokenizer, Transformer
+from transformer_jax import Config, Tokenizer, Transformer, UserError, save_model
 from transformer_jax.interop.pretrained import Pretrained
 from transformer_jax.interop.weights import blank_model
+from transformer_jax.support import needs_extra, one_line
+
+_FILES = ["*.json", "*.model", "*.spm", "*.txt", "model*.safetensors"]
+
+
+def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
+    """Return a local folder, or the folder in huggingface_hub's cache of the model ``name``.
+
+    A name such as ``facebook/nllb-200-distilled-600M`` is downloaded if it is not in the cache.
+    ``revision`` is a branch, tag or commit, as is REVISION in NAME@REVISION. huggingface_hub reads
+    HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
+
+    Raises ``UserError`` if the model cannot be downloaded.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    with needs_extra("pretrained"):
+        import huggingface_hub
+    files = [*_FILES, "pytorch_model.bin"] if allow_pickle else _FILES
+    name, _, tag = name.partition("@")
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision or tag or None, allow_patterns=files
+        )
+    except Exception as error:  # errors of huggingface_hub and of its HTTP client
+        raise UserError(
+            f"{name!r} is not a folder and cannot be downloaded ({one_line(error)}). Expected a "
+            "folder with config.json or a name such as facebook/nllb-200-distilled-600M. Check "
+            "--revision, the network and, for private or gated models, HF_TOKEN."
+        ) from None
+    return Path(found)
 
 
 def import_huggingface(
@@ -32,3 +64,18 @@ def import_huggingface(
     parameters = {path: x if lazy else jnp.asarray(x) for path, x in lazies.items()}
     model = nnx.merge(graph, nnx.traversals.unflatten_mapping(parameters))
     return pretrained.config(shape), model, pretrained.tokenizer()
+
+
+def import_into(
+    source: Path,
+    folder: Path,
+    *,
+    languages: tuple[str, str] = ("", ""),
+    allow_pickle: bool = False,
+) -> None:
+    """Write the model folder of the pretrained model in ``source`` to the empty ``folder``.
+
+    ``languages`` are a many-to-many model's source and target by default.
+    """
+    config, model, tokenizer = import_huggingface(source, lazy=True, allow_pickle=allow_pickle)
+    save_model(folder, config, model, tokenizer.with_languages(*languages))

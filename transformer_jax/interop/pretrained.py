@@ -6,8 +6,7 @@ import dataclasses
 import io
 import re
 import zipfile
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,19 @@ _KEPT = ("*.json", "*.model", "*.spm", "*.txt")
 _VOCABULARY_WEIGHTS = ("embedding.matrix", "softmax_matrix", "softmax_bias")
 _ENGLISH = ("eng_Latn", "en_XX", "en")
 _DEFAULTS = {  # fields that config.json can omit
-    **{"activation_dropout": 0.0, "attention_dropout": 0.0, "num_decoder_layers": None},
-    **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
-    **{"feed_forward_proj": "relu", "scale_embedding": False, "activation_function": "gelu"},
+    "activation_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "num_decoder_layers": None,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "feed_forward_proj": "relu",
+    "scale_embedding": False,
+    "activation_function": "gelu",
 }
 _TYPES: dict[str, Any] = {  # other fields are numbers
-    **{"activation_function": str, "feed_forward_proj": str, "scale_embedding": bool},
+    "activation_function": str,
+    "feed_forward_proj": str,
+    "scale_embedding": bool,
     "num_decoder_layers": int | None,
 }
 
@@ -78,10 +84,13 @@ class Pretrained:
         needed = [name for name in self.family.fields if name in theirs or name not in _DEFAULTS]
         types = {name: _TYPES.get(name, int | float) for name in needed}
         self.theirs = read_json(file, {"vocab_size": int} | types)
-        self.library, self._shares = self.family.library, True
-        if self.family.separate and self.theirs.get("share_encoder_decoder_embeddings") is False:
-            names = {**self.library.names, **self.family.separate}
-            self.library, self._shares = self.library._replace(names=names), False
+        names, shares = dict(self.family.library.names), "share_encoder_decoder_embeddings"
+        self._shares = not self.family.separate or self.theirs.get(shares) is not False
+        if not self._shares:
+            names |= self.family.separate
+        if str(self.theirs.get("feed_forward_proj")).startswith("gated"):
+            names = {ours: theirs.replace(".wi.", ".wi_1.") for ours, theirs in names.items()}
+        self.library = self.family.library._replace(names=names)
         self._models, vocabularies = read_tokenizer(folder, self.family)
         self.vocabulary, self._joint = vocabularies[-1], len(vocabularies) == 1
         size_name = "vocab_size" if self._shares else "decoder_vocab_size"
@@ -156,7 +165,6 @@ class Pretrained:
     def parameters(self, config: ModelConfig) -> dict[tuple[Any, ...], LazyArray]:
         """Return the parameters by path, and check the names and shapes of all tensors."""
         names = self._names(config)
-        order_D = np.argsort(sines_first(config.d_model)) if self.family.sines_first else None
         found, used = {}, set()
         for path, shape in parameter_shapes(config).items():
             ours = parameter_name(path)
@@ -165,10 +173,8 @@ class Pretrained:
             expected = transposed(ours, np.broadcast_to(0, plain_shape(ours, shape))).shape
             if ours.endswith(_VOCABULARY_WEIGHTS):
                 expected = (len(self._rows_of(ours).ours), *expected[1:])
-            if tensor is None and ours == "softmax_bias":
-                tensor = LazyArray(expected, lambda n=expected: np.zeros(n, np.float32))  # type: ignore[misc]
-            if ours == "softmax_bias" and tensor is not None:
-                tensor = LazyArray(tensor.shape[-1:], lambda t=tensor: t.read().reshape(-1))  # type: ignore[misc]
+            if ours == "softmax_bias":
+                tensor = _flat_bias(tensor, expected)
             if tensor is None or tensor.shape != expected:
                 has = "no tensor" if tensor is None else f"shape {tensor.shape}"
                 raise UserError(
@@ -176,11 +182,28 @@ class Pretrained:
                     f"{expected}."
                 )
             used.add(theirs)
-            found[path] = LazyArray(
-                shape, _Read(ours, theirs, tensor, shape, self._rows_of(ours), order_D)
-            )
+            found[path] = LazyArray(shape, partial(self._read, ours, theirs, tensor, shape))
         self._check_unused(used)
         return found
+
+    def _read(
+        self, ours: str, theirs: str, tensor: LazyArray, shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """Read a tensor as our parameter."""
+        x = tensor.read()
+        if not np.isfinite(x.sum(dtype=np.float64)):
+            raise UserError(
+                f"{theirs} has NaN or infinite values; expected finite numbers. Download or train "
+                "the weights again."
+            )
+        x = transposed(ours, x)
+        if self.family.sines_first:
+            x = reordered_weight(ours, x, np.argsort(sines_first(self.theirs["d_model"])))
+        if ours.endswith(_VOCABULARY_WEIGHTS):
+            rows = self._rows_of(ours).theirs
+            x = x[rows]
+            x[rows < 0] = NEVER if ours == "softmax_bias" else 0
+        return np.ascontiguousarray(x.reshape(shape))
 
     def _rows_of(self, ours: str) -> Rows:
         return self.source_rows if ours.startswith("source") else self.rows
@@ -190,10 +213,7 @@ class Pretrained:
         library, paths = self.library, set(parameter_shapes(config))
         if "softmax_bias" not in library.names:  # only for tokens that they do not have
             paths.discard(("softmax_bias",))
-        names = library_names(paths, library)
-        if config.is_gated:  # T5's first matrix has another name then
-            return {ours: theirs.replace(".wi.", ".wi_1.") for ours, theirs in names.items()}
-        return names
+        return library_names(paths, library)
 
     def tensors_of(self, model: Transformer) -> dict[str, np.ndarray]:
         """Return the tensors of a model that was imported from such a folder, by their names.
@@ -326,29 +346,8 @@ _REDUNDANT = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Reads a tensor as our parameter."""
-
-    ours: str
-    theirs: str
-    tensor: LazyArray
-    shape: tuple[int, ...]
-    rows: Rows
-    order_D: np.ndarray | None
-
-    def __call__(self) -> np.ndarray:
-        x = self.tensor.read()
-        if not np.isfinite(x.sum(dtype=np.float64)):
-            raise UserError(
-                f"{self.theirs} has NaN or infinite values; expected finite numbers. Download or "
-                "train the weights again."
-            )
-        x = transposed(self.ours, x)
-        if self.order_D is not None:
-            x = reordered_weight(self.ours, x, self.order_D)
-        if self.ours.endswith(_VOCABULARY_WEIGHTS):
-            theirs = self.rows.theirs
-            x = x[theirs]
-            x[theirs < 0] = NEVER if self.ours == "softmax_bias" else 0
-        return np.ascontiguousarray(x.reshape(self.shape))
+def _flat_bias(tensor: LazyArray | None, shape: tuple[int, ...]) -> LazyArray:
+    """Return softmax biases [1, V] as [V]; zeros if there are none."""
+    if tensor is None:
+        return LazyArray(shape, lambda: np.zeros(shape, np.float32))
+    return LazyArray(tensor.shape[-1:], lambda: tensor.read().reshape(-1))

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import sentencepiece
 
 from transformer_jax import UserError
 from transformer_jax.interop.families import Family
 from transformer_jax.interop.files import read_json
-from transformer_jax.support import RustTokenizer, needs_extra, short_repr
+from transformer_jax.support import RustTokenizer, needs_extra, read_sentencepiece, short_repr
 
 _SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model")
 
@@ -75,7 +74,7 @@ def read_rows(
     for name in ("bos", "unk"):
         if ids[name] is None:
             ids[name] = unused.pop() if unused else -1
-    first = [ids[name] for name in ("pad", "bos", "eos", "unk")]
+    first = list(ids.values())
     known: Any = [i for i in first if i != -1]
     if len(set(known)) < len(known) or None in known:
         raise wrong
@@ -93,7 +92,7 @@ def read_tokenizer(folder: Path, family: Family) -> tuple[list[bytes], list[dict
     """
     if family.name == "MarianMTModel":
         files = [folder / "vocab.json", folder / "target_vocab.json"]
-        models = [_read_model(folder / name)[0] for name in ("source.spm", "target.spm")]
+        models = [read_sentencepiece(folder / name)[0] for name in ("source.spm", "target.spm")]
         return models, [_read_ids(file) for file in files[: 1 + files[1].exists()]]
     file, settings = folder / "tokenizer.json", _settings(folder)
     if file.exists():
@@ -122,7 +121,7 @@ def _read_sentencepiece(
             f"{' or '.join(_SENTENCEPIECE)}. transformers writes it: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
-    content, its = _read_model(file)
+    content, its = read_sentencepiece(file)
     if (folder / "vocab.json").exists():
         ids = _read_ids(folder / "vocab.json")
     else:
@@ -140,18 +139,6 @@ def _read_sentencepiece(
         if token is not None:
             ids.setdefault(_text(token), len(ids))
     return content, ids
-
-
-def _read_model(file: Path) -> tuple[bytes, Any]:
-    """Return the content of a SentencePiece model, and the model."""
-    content = file.read_bytes()
-    try:
-        return content, sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise UserError(
-            f"{str(file)!r} is not a SentencePiece model or is corrupt ({error}); download it "
-            "again."
-        ) from None
 
 
 def _read_ids(file: Path) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,15 +14,7 @@ from torch.nn import functional as F
 
 from transformer_jax import ModelConfig, Transformer, UserError
 from transformer_jax.interop.export import check_fields
-from transformer_jax.interop.weights import (
-    Library,
-    blank_weights,
-    check_tensors,
-    from_library,
-    model_of,
-    plain_weights,
-    to_library,
-)
+from transformer_jax.interop.weights import Library, from_library, plain_weights, to_library
 
 _LIBRARY = Library(
     names={
@@ -120,22 +112,9 @@ def from_torch(
         **of_positions,
     )
     _check_modules(transformer, config)
-    return _model(config, transformer.state_dict() | ends | tables)
-
-
-def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
-    """Build a model with copies of the tensors. Raises ``UserError`` for wrong names or shapes."""
-    like = blank_weights(config)
-    expected = to_library(like, _LIBRARY)
-    once = {theirs for ours, theirs in _LIBRARY.names.items() if ours not in like}
-    # Plain weights have zeros for missing biases.
-    tensors = {name: np.zeros_like(x) for name, x in expected.items() if name.endswith("bias")}
-    tensors |= {
-        name: x.detach().float().cpu().numpy() for name, x in found.items() if name not in once
-    }
-    check_tensors(tensors, expected, "The modules")
-    weights = from_library(tensors, like, _LIBRARY)
-    return model_of(weights, config)
+    found = transformer.state_dict() | ends | tables
+    tensors = {name: x.detach().float().cpu().numpy() for name, x in found.items()}
+    return from_library(tensors, config, _LIBRARY, "The modules")
 
 
 def to_torch(model: Transformer) -> TorchModules:
@@ -199,10 +178,8 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
 def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
     """Read ``ModelConfig`` fields from the first encoder layer; see ``_check_modules``."""
     layer = transformer.encoder.layers[0]
-    num_layers, num_decoder_layers = (
-        len(transformer.encoder.layers),
-        len(transformer.decoder.layers),
-    )
+    stacks = transformer.encoder.layers, transformer.decoder.layers
+    num_layers, num_decoder_layers = map(len, stacks)
     has_final_norm = transformer.encoder.norm is not None
     has_bias = any(name.endswith("bias") for name in transformer.state_dict())
     return {

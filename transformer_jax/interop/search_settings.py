@@ -27,10 +27,21 @@ _NAMES = {
 }
 # Other settings in generation_config.json that are handled elsewhere or irrelevant here.
 _OTHERS = {
-    *("bad_words_ids", "max_length", "max_new_tokens", "renormalize_logits", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "early_stopping"),
-    *("forced_eos_token_id", "transformers_version", "_from_model_config"),
-    *("forced_bos_token_id", "min_length"),
+    "bad_words_ids",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "renormalize_logits",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "early_stopping",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "transformers_version",
+    "_from_model_config",
 }
 _KNOWN = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
 _SINGLE_IDS = re.compile(r"\[(\[\d+\](, )?)*\]")  # [[7], [9]]

@@ -50,13 +50,48 @@ def to_library(weights: Weights, library: Library) -> Weights:
     return tensors
 
 
-def from_library(tensors: Weights, like: Weights, library: Library) -> Weights:
-    """Convert weights of ``library`` to plain weights with the names of ``like``."""
+def from_library(
+    tensors: Weights, config: ModelConfig, library: Library, where: str
+) -> Transformer:
+    """Build a model with copies of the weights of ``library``. Missing biases are zero.
+
+    Raises ``UserError``, which begins with ``where``, for missing or unexpected names, wrong
+    shapes, and NaN or infinity.
+    """
+    graph, blank = nnx.split(blank_model(config), nnx.Param)
+    parameters, zero = nnx.to_flat_state(blank), np.float32(0)
+    shapes = {parameter_name(path): np.broadcast_to(zero, x.shape) for path, x in parameters}
+    like = _plain(shapes, config)
+    expected = to_library(like, library)
+    tied = {*library.names.values()} - expected.keys()
+    biases = {name: np.zeros_like(x) for name, x in expected.items() if name.endswith("bias")}
+    tensors = biases | {name: x for name, x in tensors.items() if name not in tied}
+    _check(tensors, expected, where)
     weights = {}
     for theirs, ours in _names(like, library).items():
         for name, share in zip(ours, np.split(tensors[theirs], len(ours))):
             weights[name] = transposed(name, share)
-    return weights
+    scale, flat = np.float32(config.d_model**0.5), {}
+    for path, x in parameters:
+        weight = weights[parameter_name(path)]
+        weight = weight / scale if path[-1] == "position_matrix" else weight
+        flat[path] = jnp.array(weight).reshape(x.shape)
+    return nnx.merge(graph, nnx.traversals.unflatten_mapping(flat))
+
+
+def _check(tensors: Weights, expected: Weights, where: str) -> None:
+    for name in sorted(expected.keys() | tensors.keys()):
+        found, wanted = (
+            f"shape {each[name].shape}" if name in each else "no tensor"
+            for each in (tensors, expected)
+        )
+        if found != wanted:
+            raise UserError(f"{where} have {found} for {name}; expected {wanted}.")
+        if count := np.count_nonzero(~np.isfinite(tensors[name])):
+            raise UserError(
+                f"{where} have {count:,} NaN or infinite values in {name}; expected finite "
+                "numbers. Download or train the weights again."
+            )
 
 
 def parameter_shapes(config: ModelConfig) -> dict[tuple[Any, ...], tuple[int, ...]]:
@@ -78,22 +113,6 @@ def plain_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
 
 
-def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
-    """Raise ``UserError`` for missing or unexpected names, wrong shapes, and NaN or infinity."""
-    for name in sorted(expected.keys() | tensors.keys()):
-        found, wanted = (
-            f"shape {each[name].shape}" if name in each else "no tensor"
-            for each in (tensors, expected)
-        )
-        if found != wanted:
-            raise UserError(f"{where} have {found} for {name}; expected {wanted}.")
-        if count := np.count_nonzero(~np.isfinite(tensors[name])):
-            raise UserError(
-                f"{where} have {count:,} NaN or infinite values in {name}; expected finite "
-                "numbers. Download or train the weights again."
-            )
-
-
 def plain_weights(model: Transformer) -> Weights:
     """Return the plain weights of ``model``. Learned positions are scaled like the
     embeddings. Raises ``UserError`` for a head size other than d_model / num_heads, which other
@@ -108,25 +127,6 @@ def plain_weights(model: Transformer) -> Weights:
             )
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return _plain({parameter_name(path): np.array(x[...]) for path, x in state}, config)
-
-
-def blank_weights(config: ModelConfig) -> Weights:
-    """Create all-zero plain weights for a model with this config, without allocating memory."""
-    zero = np.float32(0)
-    shapes = parameter_shapes(config).items()
-    return _plain({parameter_name(path): np.broadcast_to(zero, x) for path, x in shapes}, config)
-
-
-def model_of(weights: Weights, config: ModelConfig) -> Transformer:
-    """Build a model with copies of plain weights."""
-    graph, blank = nnx.split(blank_model(config), nnx.Param)
-    scale = np.float32(config.d_model**0.5)
-    flat = {}
-    for path, x in nnx.to_flat_state(blank):
-        weight = weights[parameter_name(path)]
-        weight = weight / scale if path[-1] == "position_matrix" else weight
-        flat[path] = jnp.array(weight).reshape(x.shape)
-    return nnx.merge(graph, nnx.traversals.unflatten_mapping(flat))
 
 
 def with_position_tables(weights: Weights, config: ModelConfig, length: int) -> Weights:

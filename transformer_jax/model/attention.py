@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
@@ -26,11 +27,11 @@ from transformer_jax.settings.config import ModelConfig
 
 @checked
 def attention_mask(
-    query_segments_BT: jax.Array,
-    key_segments_BS: jax.Array,
+    query_segments_BT: Array,
+    key_segments_BS: Array,
     *,
     causal: bool = False,
-) -> jax.Array:
+) -> Array:
     """Build the mask that lets each query attend to keys in its own segment.
 
     Args:
@@ -51,16 +52,16 @@ def attention_mask(
 @checked
 @jax.named_scope("dot_product_attention")
 def dot_product_attention(
-    q_BTHK: jax.Array,
-    k_BSHK: jax.Array,
-    v_BSHK: jax.Array,
-    mask_BHTS: jax.Array | None = None,
-    bias_BHTS: jax.Array | None = None,
+    q_BTHK: Array,
+    k_BSHK: Array,
+    v_BSHK: Array,
+    mask_BHTS: Array | None = None,
+    bias_BHTS: Array | None = None,
     *,
     dropout_rate: float = 0.0,
     dropout_key: DropoutKey = None,
     module: nnx.Module | None = None,
-) -> jax.Array:
+) -> Array:
     """Compute softmax(q k^T / sqrt(d_k)) v (equation 1). Returns [B, T, H, K] with K = d_v.
 
     Args:
@@ -94,7 +95,7 @@ class Projection(nnx.Einsum):
       scale: scale of each output channel, if the kernel is int8 (``with_cast_weights``).
     """
 
-    scale: nnx.Param[jax.Array] | None = None
+    scale: nnx.Param[Array] | None = None
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Projection(nnx.Einsum):
         if use_bias:  # created here, because nnx.Einsum would use a random key for zeros
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32))
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+    def __call__(self, x: Array) -> Array:  # type: ignore[override]
         """Project ``x``. In mixed precision on a CPU, and with int8, the result is float32."""
         scale = None if self.scale is None else self.scale[...]
         if scale is None and (x.dtype != jnp.float32 or not is_mixed(self.dtype)):
@@ -176,23 +177,21 @@ class MultiHeadAttention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(
         self,
-        query_BTD: jax.Array,
-        memory_BSD: jax.Array | None = None,
-        mask_BHTS: jax.Array | None = None,
-        bias_BHTS: jax.Array | None = None,
+        query_BTD: Array,
+        memory_BSD: Array | None = None,
+        mask_BHTS: Array | None = None,
+        bias_BHTS: Array | None = None,
         *,
         dropout_key: DropoutKey = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Attend from the queries to the memory (None: to the queries). Returns [B, T, D].
 
         Mask and bias have the same format as in ``dot_product_attention``. If the attribute
         ``sow_weights`` is True, ``nnx.capture`` collects the attention weights.
         """
-        inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
 
-        def reference(*inputs_and_mask: Any) -> jax.Array:
-            *inputs, mask_BHTS = inputs_and_mask
-            q_BTHK, k_BSHK, v_BSHK = self.project(*inputs)
+        def reference() -> Array:
+            q_BTHK, k_BSHK, v_BSHK = self.project(query_BTD, memory_BSD)
             return dot_product_attention(
                 q_BTHK,
                 k_BSHK,
@@ -204,21 +203,19 @@ class MultiHeadAttention(nnx.Module):
                 module=self if self.sow_weights else None,
             )
 
-        def kernel(*inputs_and_mask: Any) -> jax.Array:
-            *inputs, mask_BHTS = inputs_and_mask
-            arrays = self.project(*inputs, packed=True)
+        def kernel() -> Array:
+            arrays = self.project(query_BTD, memory_BSD, packed=True)
             return attention_kernel.short_attention(*arrays, mask_BHTS)
 
         plain = self.sow_weights or (self.dropout > 0 and dropout_key is not None)
         plain |= bias_BHTS is not None
         if plain or not attention_kernel.supports(query_BTD, self.query, self.value, mask_BHTS):
-            return self.output(reference(*inputs, mask_BHTS))
-        platforms = {"cuda": kernel, "default": reference}
-        return self.output(jax.lax.platform_dependent(*inputs, mask_BHTS, **platforms))
+            return self.output(reference())
+        return self.output(jax.lax.platform_dependent(cuda=kernel, default=reference))
 
     def project(
-        self, query_BTD: jax.Array, memory_BSD: jax.Array | None = None, *, packed: bool = False
-    ) -> tuple[jax.Array, ...]:
+        self, query_BTD: Array, memory_BSD: Array | None = None, *, packed: bool = False
+    ) -> tuple[Array, ...]:
         """Project to queries, and the memory (None: ``query_BTD``) to keys and values.
 
         ``packed`` computes one matmul for each input, if keys and values are equally wide, for
@@ -232,7 +229,7 @@ class MultiHeadAttention(nnx.Module):
             return ((self.qkv or merge(self.query, self.key, self.value))(query_BTD),)
         return self.queries(query_BTD), merge(self.key, self.value)(memory_BSD)
 
-    def queries(self, query_BTD: jax.Array) -> jax.Array:
+    def queries(self, query_BTD: Array) -> Array:
         """Project to queries [B, T, H, K]."""
         q_BTHK = self.query(query_BTD)
         return q_BTHK if self.query_scale == 1 else q_BTHK * self.query_scale
@@ -242,6 +239,6 @@ class MultiHeadAttention(nnx.Module):
         if self.key.kernel.shape == self.value.kernel.shape:
             self.qkv = merge(self.query, self.key, self.value)
 
-    def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, memory_BSD: Array) -> tuple[Array, Array]:
         """Project the memory to keys and values, both [B, S, H, K], for the KV cache."""
         return self.key(memory_BSD), self.value(memory_BSD)

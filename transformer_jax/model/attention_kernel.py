@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
@@ -24,7 +25,7 @@ from transformer_jax.model.gpu import load, runs_kernels, sharded, split_qkv, sp
 MASKED = -1e30
 
 
-def supports(x_BTD: jax.Array, query: Any, value: Any, mask_BHTS: Any) -> bool:
+def supports(x_BTD: Array, query: Any, value: Any, mask_BHTS: Any) -> bool:
     """Return True if ``short_attention`` is faster than attention compiled by XLA.
 
     It is faster on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention
@@ -44,7 +45,7 @@ def supports(x_BTD: jax.Array, query: Any, value: Any, mask_BHTS: Any) -> bool:
 
 
 @jax.named_scope("dot_product_attention")
-def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Array:
+def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> Array:
     """Compute fused attention over up to 128 tokens. K must be a power of two, at least 16.
 
     One to three arrays [B, L, H, K] hold queries, keys and values (``gpu.split_qkv``). Their
@@ -58,7 +59,7 @@ def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
-def _attention(interpret: bool, *arrays_and_mask: Any) -> jax.Array:
+def _attention(interpret: bool, *arrays_and_mask: Any) -> Array:
     *arrays, mask_B1TS = arrays_and_mask
     inputs = split_qkv(arrays)
     v, _, width = inputs[2]
@@ -67,7 +68,7 @@ def _attention(interpret: bool, *arrays_and_mask: Any) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def _backward(interpret: bool, residuals: Any, d_out_BTHK: jax.Array) -> tuple[Any, ...]:
+def _backward(interpret: bool, residuals: Any, d_out_BTHK: Array) -> tuple[Any, ...]:
     *arrays, mask_B1TS = residuals
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     inputs = [*split_qkv(arrays), (d_out_BTHK, 0, d_out_BTHK.shape[3])]
@@ -122,7 +123,7 @@ def _backward_kernel(T: int, S: int, mask_ref: Any, *refs: Any) -> None:
     _store(d_k, _dot(d_scores_TS, q_TK, (0, 0)), S)
 
 
-def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.Array, jax.Array]:
+def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[Array, Array]:
     """Return float32 softmax weights (0 past the last key) and the mask of allowed positions."""
     scores_TS = _dot(q_TK, k_SK, (1, 1)) * q_TK.shape[1] ** -0.5
     allowed_TS = _load(mask_ref, T, S) != 0
@@ -134,22 +135,22 @@ def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.A
     return exp_TS / exp_TS.sum(axis=1)[:, None], allowed_TS
 
 
-def _inside(shape: tuple[int, ...], rows: int, columns: int) -> jax.Array | None:
+def _inside(shape: tuple[int, ...], rows: int, columns: int) -> Array | None:
     """Return the mask of the block's elements that are inside the array, or None if all are."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return None if shape == (rows, columns) else (row < rows) & (column < columns)
 
 
-def _load(ref: Any, rows: int, columns: int | None = None) -> jax.Array:
+def _load(ref: Any, rows: int, columns: int | None = None) -> Array:
     return load(ref, _inside(ref.shape, rows, columns or ref.shape[1]))
 
 
-def _store(part: tuple[Any, int, int], x_LK: jax.Array, rows: int) -> None:
+def _store(part: tuple[Any, int, int], x_LK: Array, rows: int) -> None:
     ref, i, width = part
     store(ref.at[:, pl.ds(i * width, width)], x_LK, _inside(x_LK.shape, rows, width))
 
 
-def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+def _dot(x: Array, y: Array, axes: tuple[int, int]) -> Array:
     """Contract one axis of each matrix, accumulating in float32."""
     contracted = ((axes[0],), (axes[1],))
     return jax.lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=jnp.float32)

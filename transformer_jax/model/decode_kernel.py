@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -21,7 +22,7 @@ from transformer_jax.model.gpu import load, runs_kernels, split_qkv, store
 POSITIONS = 16  # positions per iteration; divides the number of positions in a cache
 
 # Largest score, sum of exp(score - largest score), and weighted sum of values; float32.
-_State = tuple[jax.Array, jax.Array, jax.Array]
+_State = tuple[Array, Array, Array]
 
 
 def supports(q_BWHK: Any, v_BHLK: Any) -> bool:
@@ -35,13 +36,13 @@ def supports(q_BWHK: Any, v_BHLK: Any) -> bool:
 
 
 def attend_to_history(
-    arrays_BWHK: Sequence[jax.Array],
-    history: Sequence[jax.Array],
-    ancestors_BWT: jax.Array,
-    position_B: jax.Array,
+    arrays_BWHK: Sequence[Array],
+    history: Sequence[Array],
+    ancestors_BWT: Array,
+    position_B: Array,
     *,
     interpret: bool = False,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[Array, tuple[Array, ...]]:
     """Attend from each hypothesis to its history and its newest token. Returns [B, W, H, K].
 
     One to three arrays hold the newest queries, keys and values (``gpu.split_qkv``). Also returns
@@ -54,8 +55,8 @@ def attend_to_history(
 
 
 def attend_to_source(
-    q_BWHK: jax.Array, source: Sequence[jax.Array], mask_BS: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+    q_BWHK: Array, source: Sequence[Array], mask_BS: Array, *, interpret: bool = False
+) -> Array:
     """Attend to the source's keys and values [B, H, S, K]. Returns [B, W, H, K]."""
     ends_1S = jnp.arange(1, mask_BS.shape[1] + 1, dtype=jnp.int32)[None]
     sentences = jnp.where(mask_BS, ends_1S, 0).max(axis=1), mask_BS.astype(jnp.int8)
@@ -138,7 +139,7 @@ def _source_kernel(W: int, count_ref: Any, mask_ref: Any, *refs: Any) -> None:
     _store(out_ref, beams_W1, beams_W1 < W, out_WK)
 
 
-def _attention(attend: Any, count: jax.Array, state: _State) -> jax.Array:
+def _attention(attend: Any, count: Array, state: _State) -> Array:
     """Return the weighted mean of values, [W, K], over ``count`` positions."""
     blocks = (count + POSITIONS - 1) // POSITIONS
     _, total_W, out_WK = jax.lax.fori_loop(0, blocks, attend, state)
@@ -157,21 +158,21 @@ def _attend(state: _State, q_WK: Any, k_WTK: Any, v_WTK: Any, is_seen_WT: Any) -
     return largest_W, total_W, out_WK * scale_W[:, None] + added_WK
 
 
-def _scaled(q_WK: jax.Array) -> jax.Array:
+def _scaled(q_WK: Array) -> Array:
     return (q_WK * jnp.asarray(q_WK.shape[1] ** -0.5, q_WK.dtype)).astype(jnp.float32)
 
 
-def _load(ref: Any, rows: jax.Array, mask: jax.Array) -> jax.Array:
+def _load(ref: Any, rows: Array, mask: Array) -> Array:
     """Load whole rows, or 0 where masked. The last axis of ``rows`` and ``mask`` is 1."""
     at, shape = _rows(ref, rows)
     return load(at, jnp.broadcast_to(mask, shape))
 
 
-def _store(ref: Any, rows: jax.Array, mask: jax.Array, x: jax.Array) -> None:
+def _store(ref: Any, rows: Array, mask: Array, x: Array) -> None:
     at, shape = _rows(ref, rows)
     store(at, x, jnp.broadcast_to(mask, shape))
 
 
-def _rows(ref: Any, rows: jax.Array) -> tuple[Any, tuple[int, ...]]:
+def _rows(ref: Any, rows: Array) -> tuple[Any, tuple[int, ...]]:
     shape = *rows.shape[:-1], ref.shape[1]
     return ref.at[rows, jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim - 1)], shape

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 
 class DropoutKeys:
@@ -14,18 +15,18 @@ class DropoutKeys:
     A module creates this object from its random key and passes it to its submodules.
     """
 
-    def __init__(self, key: jax.Array):
+    def __init__(self, key: Array):
         """Derive keys from ``key``."""
         self.key, self.derived = key, 0
 
-    def __call__(self) -> jax.Array:
+    def __call__(self) -> Array:
         """Derive the key for the next mask."""
         self.derived += 1
         return jax.random.fold_in(self.key, self.derived - 1)
 
 
 # A random key, or the keys that a module derives from it for submodules. None turns dropout off.
-DropoutKey: TypeAlias = jax.Array | DropoutKeys | None
+DropoutKey: TypeAlias = Array | DropoutKeys | None
 
 
 def as_keys(key: DropoutKey) -> DropoutKeys | None:
@@ -33,13 +34,13 @@ def as_keys(key: DropoutKey) -> DropoutKeys | None:
     return key if key is None or isinstance(key, DropoutKeys) else DropoutKeys(key)
 
 
-def mask_key(key: jax.Array | DropoutKeys) -> jax.Array:
+def mask_key(key: Array | DropoutKeys) -> Array:
     """Return the key for one mask: ``key`` if it is a random key, otherwise its next key."""
     return key() if isinstance(key, DropoutKeys) else key
 
 
 @jax.named_scope("dropout")
-def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
+def dropout(x: Array, rate: float, key: DropoutKey) -> Array:
     """Zero a fraction ``rate`` of the elements and scale up the rest. ``key=None`` drops nothing.
 
     ``rate`` is rounded to a multiple of 2^-16.
@@ -52,7 +53,7 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
     return jnp.where(kept(x.shape, rate, mask_key(key)), x, jnp.zeros((), x.dtype)) * scale
 
 
-def kept(shape: tuple[int, ...], rate: float, key: jax.Array) -> jax.Array:
+def kept(shape: tuple[int, ...], rate: float, key: Array) -> Array:
     """Draw the mask of elements to keep, a bool array of this shape.
 
     Each element uses 16 random bits, half a word. Each quarter of the last axis uses its own half

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import AbstractMesh, AxisType
@@ -78,7 +79,7 @@ def split_qkv(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
     return [(x, i, x.shape[-1] // n) for x, n in zip(arrays, counts) for i in range(n)]
 
 
-def rows_inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
+def rows_inside(shape: tuple[int, ...], count: int) -> Array | None:
     """Return the mask of the block's rows that are inside the array, or None if all are."""
     if count % shape[0] == 0:
         return None
@@ -86,17 +87,17 @@ def rows_inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
     return pl.program_id(0) * shape[0] + row < count
 
 
-def load(ref: Any, inside: jax.Array | None) -> jax.Array:
+def load(ref: Any, inside: Array | None) -> Array:
     """Load a block, with 0 for elements outside the array. ``inside=None`` loads all elements."""
     return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
 
 
-def store(ref: Any, x: jax.Array, inside: jax.Array | None) -> None:
+def store(ref: Any, x: Array, inside: Array | None) -> None:
     """Store the elements of a block that are inside the array, converted to the array's dtype."""
     triton.store(ref, x.astype(ref.dtype), mask=inside)
 
 
-def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> jax.Array:
+def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> Array:
     """Draw the same mask as ``dropout.kept``, int32 [L, 1, C]. Bit i is for quarter i of a row.
 
     Args:
@@ -111,7 +112,7 @@ def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> jax.Array:
     return reduce(jnp.bitwise_or, (bit << i for i, bit in enumerate(bits)))
 
 
-def _threefry(a: jax.Array, b: jax.Array, counter: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _threefry(a: Array, b: Array, counter: Array) -> tuple[Array, Array]:
     """Compute the random words that ``jax.random.split`` derives from key (a, b) at this counter.
 
     The generator is Threefry-2x32 with 20 rounds (Salmon et al., 2011).

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 from transformer_jax.model import decode_kernel
 from transformer_jax.model.attention_kernel import MASKED
@@ -47,7 +48,7 @@ _LAYOUTS = {
     "gpu": CacheLayout(),
 }
 # Keys and values of consecutive positions.
-Block = tuple[jax.Array, jax.Array]
+Block = tuple[Array, Array]
 
 
 @struct.dataclass
@@ -62,17 +63,17 @@ class DecoderCache:
 
     history: tuple[tuple[Block, ...], ...]  # one per layer
     source: tuple[tuple[Block, ...], ...]
-    source_mask_BS: jax.Array  # True for real source tokens
-    ancestors_BWT: jax.Array  # int32; -1: not written
-    position_B: jax.Array  # int32: number of tokens processed so far
+    source_mask_BS: Array  # True for real source tokens
+    ancestors_BWT: Array  # int32; -1: not written
+    position_B: Array  # int32: number of tokens processed so far
     layout: CacheLayout = struct.field(pytree_node=False)
 
-    def reorder(self, parents_BW: jax.Array) -> DecoderCache:
+    def reorder(self, parents_BW: Array) -> DecoderCache:
         """Let beam w continue beam ``parents_BW[b, w]``."""
         ancestors_BWT = jnp.take_along_axis(self.ancestors_BWT, parents_BW[:, :, None], axis=1)
         return replace(self, ancestors_BWT=ancestors_BWT)
 
-    def replace_rows(self, rows_R: jax.Array, fresh: DecoderCache) -> DecoderCache:
+    def replace_rows(self, rows_R: Array, fresh: DecoderCache) -> DecoderCache:
         """Put the R new sentences of ``fresh`` into rows ``rows_R``.
 
         Row indices equal to B are skipped. Only the source arrays of ``fresh`` are used. The old
@@ -149,13 +150,13 @@ class LayerAttention:
     """One layer's attention over its part of the cache in one step. Arrays are [B, W, H, K]."""
 
     cache: DecoderCache
-    visible_B1WL: jax.Array  # history slots visible to each hypothesis
+    visible_B1WL: Array  # history slots visible to each hypothesis
     history: tuple[Block, ...]
     source: tuple[Block, ...]
     own: Block | None = None  # newest keys and values, not yet in the history
-    bias_BHT: jax.Array | None = None  # added to the scores of self-attention (RelativeBias.at)
+    bias_BHT: Array | None = None  # added to the scores of self-attention (RelativeBias.at)
 
-    def to_history(self, *arrays_BWHK: jax.Array) -> jax.Array:
+    def to_history(self, *arrays_BWHK: Array) -> Array:
         """Attend from the newest tokens to the cached tokens and to themselves.
 
         One to three arrays hold queries, keys and values (``gpu.split_qkv``).
@@ -174,41 +175,40 @@ class LayerAttention:
             bias_BH1L = jnp.repeat(bias_BHT, q_BWHK.shape[1], axis=2)[:, :, None]
             mask_BHWL = jnp.where(mask_BHWL, bias_BH1L, MASKED)
 
-        def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, blocks, cache.layout.key_axes, mask_BHWL, own)
+        def plain() -> Array:
+            return _attend_to_blocks(q_BWHK, self.history, cache.layout.key_axes, mask_BHWL, own)
 
-        def plain_step(block: Block) -> Any:
-            return plain(block), *cache.written([block], own)
+        def plain_step() -> Any:
+            return plain(), *cache.written(self.history, own)
 
-        def kernel_step(block: Block) -> Any:
-            step = decode_kernel.attend_to_history
+        def kernel_step() -> Any:
+            step, [block] = decode_kernel.attend_to_history, self.history
             return step(arrays_BWHK, block, cache.ancestors_BWT, cache.position_B)
 
         if self.bias_BHT is not None or not decode_kernel.supports(q_BWHK, v_BWHK):
-            return plain(*self.history)
-        steps = {"cuda": kernel_step, "default": plain_step}
-        out_BWHK, *history = jax.lax.platform_dependent(*self.history, **steps)
+            return plain()
+        out_BWHK, *history = jax.lax.platform_dependent(cuda=kernel_step, default=plain_step)
         self.history, self.own = tuple(history), None
         return out_BWHK
 
-    def to_source(self, q_BWHK: jax.Array) -> jax.Array:
+    def to_source(self, q_BWHK: Array) -> Array:
         """Attend from the newest tokens to the source."""
         mask_BS, key_axes = self.cache.source_mask_BS, self.cache.layout.key_axes
 
-        def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, blocks, key_axes, mask_BS[:, None, None])
+        def plain() -> Array:
+            return _attend_to_blocks(q_BWHK, self.source, key_axes, mask_BS[:, None, None])
 
-        def kernel(block: Block) -> jax.Array:
-            return decode_kernel.attend_to_source(q_BWHK, block, mask_BS)
+        def kernel() -> Array:
+            return decode_kernel.attend_to_source(q_BWHK, self.source[0], mask_BS)
 
         if not decode_kernel.supports(q_BWHK, self.source[0][1]):
-            return plain(*self.source)
-        return jax.lax.platform_dependent(*self.source, cuda=kernel, default=plain)
+            return plain()
+        return jax.lax.platform_dependent(cuda=kernel, default=plain)
 
 
 def empty_cache(
-    cross: Sequence[tuple[jax.Array, jax.Array]],
-    source_mask_BS: jax.Array,
+    cross: Sequence[tuple[Array, Array]],
+    source_mask_BS: Array,
     *,
     beam_size: int,
     max_length: int,
@@ -228,17 +228,17 @@ def empty_cache(
     if layout.joins_heads:
         cross = jax.tree.map(lambda x: x.reshape(batch, length, 1, -1), cross)
 
-    def of_source(x_BSHK: jax.Array) -> list[jax.Array]:
+    def of_source(x_BSHK: Array) -> list[Array]:
         padding = (0, 0), (0, 0), (0, S - length), (0, 0)
         x_BHSK = jnp.pad(x_BSHK.swapaxes(1, 2), padding)
         return jnp.split(x_BHSK, [n for n in layout.source_ends if n < S], axis=2)
 
-    def of_history(x_BSHK: jax.Array) -> list[jax.Array]:
+    def of_history(x_BSHK: Array) -> list[Array]:
         B, _, H, K = x_BSHK.shape
         slots_BHLK = jnp.zeros((B, H, T * beam_size, K), x_BSHK.dtype)
         return jnp.split(slots_BHLK, [n * beam_size for n in layout.history_ends if n < T], axis=2)
 
-    def blocks(of: Callable[[jax.Array], list[jax.Array]]) -> tuple[tuple[Block, ...], ...]:
+    def blocks(of: Callable[[Array], list[Array]]) -> tuple[tuple[Block, ...], ...]:
         layers = [zip(*map(of, layer)) for layer in cross]
         return tuple(
             tuple((jnp.einsum(f"BHLK->{layout.key_axes}", k), v) for k, v in layer)
@@ -256,12 +256,12 @@ def empty_cache(
 
 
 def _attend_to_blocks(
-    q_BWHK: jax.Array,
+    q_BWHK: Array,
     blocks: Sequence[Block],
     key_axes: str,
-    mask_BHWL: jax.Array,
+    mask_BHWL: Array,
     own: Block | None = None,
-) -> jax.Array:
+) -> Array:
     """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
 
     The mask is bool, or a float32 bias of the scores that is MASKED at invisible positions.
@@ -274,7 +274,7 @@ def _attend_to_blocks(
     if blocks[0][1].shape[1] == H:
         return _attend(q_BWHK.swapaxes(1, 2) * scale, blocks, key_axes, mask_BHWL, own)
 
-    def of_head(x_BWHK: jax.Array) -> jax.Array:
+    def of_head(x_BWHK: Array) -> Array:
         width = x_BWHK.shape[3]
         is_own_HK = jnp.arange(width)[None] * H // width == jnp.arange(H)[:, None]
         return jnp.where(is_own_HK[None, None], x_BWHK, 0)
@@ -289,12 +289,12 @@ def _attend_to_blocks(
 
 
 def _attend(
-    q_BHWK: jax.Array,
+    q_BHWK: Array,
     blocks: Sequence[Block],
     key_axes: str,
-    mask_BHWL: jax.Array,
+    mask_BHWL: Array,
     own: Block | None,
-) -> jax.Array:
+) -> Array:
     """Attend with scaled queries. Returns [B, W, H, K].
 
     ``key_axes`` are those of the keys; on TPUs, transposing a block outside its branch would copy
@@ -315,10 +315,10 @@ def _attend(
         largest_BHW1 = (q_BHWK.astype(jnp.float32) * k_BHWK).sum(axis=-1, keepdims=True)
         state = largest_BHW1, jnp.ones_like(largest_BHW1), v_BHWK
 
-    def matmul(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    def matmul(equation: str, x: Array, y: Array) -> Array:
         return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
-    def add(state: Any, block: Block, mask_BHWL: jax.Array) -> Any:
+    def add(state: Any, block: Block, mask_BHWL: Array) -> Any:
         (before_BHW1, total_BHW1, out_BHWK), (keys, v_BHLK) = state, block
         scores_BHWL = matmul(f"BHWK,{key_axes}->BHWL", q_BHWK, keys)
         if mask_BHWL.dtype != bool:
@@ -343,5 +343,5 @@ def _attend(
     return (out_BHWK / total_BHW1).swapaxes(1, 2).astype(q_BHWK.dtype)
 
 
-def _visible(mask: jax.Array) -> jax.Array:
+def _visible(mask: Array) -> Array:
     return mask if mask.dtype == bool else mask > MASKED / 2

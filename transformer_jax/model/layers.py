@@ -15,7 +15,7 @@ from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.matmul import activation_dtype, compute_dtype
-from transformer_jax.model.norms import Residual, make_norm
+from transformer_jax.model.norms import Norm, Residual
 from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
@@ -41,7 +41,7 @@ class Embedding(nnx.Module):
         rows = config.max_positions + config.position_offset
         learned = config.positions == "learned"
         self.position_matrix = embedding_matrix(rows, config.d_model, rngs) if learned else None
-        self.norm = make_norm(config) if config.embedding_norm else None
+        self.norm = Norm(config) if config.embedding_norm else None
         self.config = config
 
     @checked
@@ -173,15 +173,24 @@ def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
     return attention
 
 
-class EncoderLayer(nnx.Module):
-    """Encoder layer: self-attention and feed-forward network, with residual connections."""
+class _Layer(nnx.Module):
+    """Attention and feed-forward network, with residual connections."""
+
+    has_memory = False
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build attention, feed-forward network and residual connections from the config."""
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
+        if self.has_memory:
+            self.cross_attention = _attention(config, rngs)
+            self.cross_attention_residual = Residual(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
+
+
+class EncoderLayer(_Layer):
+    """Encoder layer: self-attention and feed-forward network, with residual connections."""
 
     @checked
     def __call__(
@@ -206,17 +215,10 @@ class EncoderLayer(nnx.Module):
         return self.feed_forward_residual(x_BSD, feed_forward, dropout_key=keys)
 
 
-class DecoderLayer(nnx.Module):
+class DecoderLayer(_Layer):
     """Decoder layer: causal self-attention, cross-attention and feed-forward network."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Build attention, feed-forward network and residual connections from the config."""
-        self.self_attention = _attention(config, rngs)
-        self.self_attention_residual = Residual(config)
-        self.cross_attention = _attention(config, rngs)
-        self.cross_attention_residual = Residual(config)
-        self.feed_forward = FeedForward(config, rngs=rngs)
-        self.feed_forward_residual = Residual(config)
+    has_memory = True
 
     @checked
     def __call__(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
@@ -23,7 +24,7 @@ from transformer_jax.model.dropout import scale_up
 _BLOCK = 8192  # elements per program, in whole rows
 
 
-def supports(x_BLD: jax.Array) -> bool:
+def supports(x_BLD: Array) -> bool:
     """Return True if ``residual_norm`` is faster than the code that XLA generates."""
     D = x_BLD.shape[-1]
     fits = x_BLD.dtype == jnp.bfloat16 and 128 <= D <= 2048 and D & (D - 1) == 0
@@ -31,16 +32,16 @@ def supports(x_BLD: jax.Array) -> bool:
 
 
 def residual_norm(
-    x_BLD: jax.Array,
-    y_BLD: jax.Array,
-    key: jax.Array,
-    scale_D: jax.Array,
-    bias_D: jax.Array,
+    x_BLD: Array,
+    y_BLD: Array,
+    key: Array,
+    scale_D: Array,
+    bias_D: Array,
     *,
     rate: float,
     epsilon: float,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute LayerNorm(x + Dropout(y)). D must be a power of two.
 
     ``epsilon`` is added to the variance. Each device in the training step's mesh computes its own
@@ -66,12 +67,12 @@ class _Settings(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _residual_norm(settings: _Settings, *arrays: Any) -> jax.Array:
+def _residual_norm(settings: _Settings, *arrays: Any) -> Array:
     return _forward(settings, *arrays)[0]
 
 
 @partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
-def _forward(settings: _Settings, *arrays: Any) -> tuple[jax.Array, Any]:
+def _forward(settings: _Settings, *arrays: Any) -> tuple[Array, Any]:
     x_L4C, _, _, scale_4C, _ = arrays
     mask = jax.ShapeDtypeStruct((len(x_L4C), 1, scale_4C.shape[1]), jnp.uint8)
     outs = [x_L4C, x_L4C, mask]
@@ -80,7 +81,7 @@ def _forward(settings: _Settings, *arrays: Any) -> tuple[jax.Array, Any]:
 
 
 @partial(jax.jit, static_argnums=0)
-def _backward(settings: _Settings, residuals: Any, d_out_L4C: jax.Array) -> tuple[Any, ...]:
+def _backward(settings: _Settings, residuals: Any, d_out_L4C: Array) -> tuple[Any, ...]:
     sum_L4C, _, scale_4C = residuals
     shards = gpu.row_shards(settings.mesh)
     programs = shards * pl.cdiv(sum_L4C.size // shards, _BLOCK)
@@ -93,12 +94,12 @@ def _backward(settings: _Settings, residuals: Any, d_out_L4C: jax.Array) -> tupl
 _residual_norm.defvjp(_forward, _backward)
 
 
-def _call(kernel: Any, settings: _Settings, arrays: Any, outs: Any) -> list[jax.Array]:
+def _call(kernel: Any, settings: _Settings, arrays: Any, outs: Any) -> list[Array]:
     """Run one program per block of rows. It also writes one row of each array of partial sums."""
     shards = gpu.row_shards(settings.mesh)
     outs = [jax.ShapeDtypeStruct((len(x) // shards, *x.shape[1:]), x.dtype) for x in outs]
 
-    def on_device(*arrays: jax.Array) -> Any:
+    def on_device(*arrays: Array) -> Any:
         count, _, C = arrays[0].shape
         block = _BLOCK // (4 * C)
 
@@ -151,7 +152,7 @@ def _backward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
     gpu.store(d_y_ref, _kept(d_L4C, packed_L1C, settings.rate), inside)
 
 
-def _normal(x_L4C: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+def _normal(x_L4C: Array, epsilon: float) -> tuple[Array, Array]:
     """Return rows with mean 0 and variance 1, in float32, and 1 / standard deviation."""
     x_L4C = x_L4C.astype(jnp.float32)
     centered_L4C = x_L4C - _mean(x_L4C)
@@ -159,11 +160,11 @@ def _normal(x_L4C: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
     return centered_L4C * inverse_L11, inverse_L11
 
 
-def _mean(x_L4C: jax.Array) -> jax.Array:
+def _mean(x_L4C: Array) -> Array:
     return (x_L4C.sum(axis=2).sum(axis=1) / (4 * x_L4C.shape[2]))[:, None, None]
 
 
-def _kept(x_L4C: jax.Array, packed_L1C: jax.Array, rate: float) -> jax.Array:
+def _kept(x_L4C: Array, packed_L1C: Array, rate: float) -> Array:
     quarter_L4C = jax.lax.broadcasted_iota(jnp.int32, x_L4C.shape, 1)
     keep_L4C = (jnp.broadcast_to(packed_L1C, x_L4C.shape) >> quarter_L4C) & 1
     return jnp.where(keep_L4C != 0, x_L4C * scale_up(rate), 0.0)

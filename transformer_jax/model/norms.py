@@ -8,37 +8,48 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from transformer_jax.model import norm_kernel
 from transformer_jax.model.dropout import DropoutKey, dropout, mask_key
 from transformer_jax.settings.config import ModelConfig
 
 
-class LayerNorm(nnx.Module):
-    """Layer normalization over the last axis, computed in float32. Output has the input's dtype."""
+class Norm(nnx.Module):
+    """Layer norm over the last axis, or RMS norm: x / sqrt(mean(x^2)) times a scale (Zhang and
+    Sennrich, 2019). Computed in float32; the output has the input's dtype.
+    """
 
-    def __init__(self, d_model: int, *, epsilon: float = 1e-6, use_bias: bool = True):
-        """Initialize the scale to 1 and the bias to 0."""
-        self.scale = nnx.Param(jnp.ones((d_model,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((d_model,), jnp.float32)) if use_bias else None
-        self.epsilon = epsilon
+    def __init__(self, config: ModelConfig):
+        """Initialize the scale to 1 and the bias, if any, to 0.
+
+        The config's norm_type, norm_epsilon and norm_bias select the norm.
+        """
+        shape, self.is_rms = (config.d_model,), config.norm_type == "rms"
+        use_bias = config.norm_bias and not self.is_rms
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(shape, jnp.float32)) if use_bias else None
+        self.epsilon = config.norm_epsilon
 
     @jax.named_scope("norm")
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    def __call__(self, x_BLD: Array) -> Array:
         """Normalize, then multiply by the scale and add the bias."""
         shape = (1,) * (x_BLD.ndim - 1) + (-1,)
-        y = self.normalized(x_BLD.astype(jnp.float32)) * self.scale[...].reshape(shape)
+        normalized = _rms_normalized if self.is_rms else _normalized
+        y = normalized(x_BLD.astype(jnp.float32), self.epsilon) * self.scale[...].reshape(shape)
         if self.bias is not None:
             y += self.bias[...].reshape(shape)
         return y.astype(x_BLD.dtype)
 
-    def normalized(self, x_BLD: jax.Array) -> jax.Array:
-        """Normalize to mean 0 and variance 1 over D."""
-        return _normalized(x_BLD, self.epsilon)
+
+def _rms_normalized(x_BLD: Array, epsilon: float) -> Array:
+    """Normalize to mean square 1 over D."""
+    mean_BL1 = jnp.square(x_BLD).mean(axis=-1, keepdims=True)
+    return x_BLD * jax.lax.rsqrt(mean_BL1 + epsilon)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _normalized(x_BLD: jax.Array, epsilon: float) -> jax.Array:
+def _normalized(x_BLD: Array, epsilon: float) -> Array:
     """Normalize to mean 0 and variance 1 over D; the backward pass reuses the statistics."""
     mean_BL1, inverse_BL1 = _statistics(x_BLD, epsilon)
     return (x_BLD - mean_BL1) * inverse_BL1
@@ -46,8 +57,8 @@ def _normalized(x_BLD: jax.Array, epsilon: float) -> jax.Array:
 
 @_normalized.defjvp
 def _normalized_jvp(
-    epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+    epsilon: float, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
     [x_BLD], [dx_BLD] = primals, tangents
     # Without the barrier, XLA would recompute the statistics in each kernel that needs them or, if
     # it cannot, store float32 arrays with the shape of x.
@@ -58,32 +69,11 @@ def _normalized_jvp(
     return normal_BLD, across_BLD * inverse_BL1
 
 
-def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+def _statistics(x_BLD: Array, epsilon: float) -> tuple[Array, Array]:
     """Return the mean and 1 / standard deviation over D."""
     mean_BL1 = x_BLD.mean(axis=-1, keepdims=True)
     variance_BL1 = jnp.square(x_BLD - mean_BL1).mean(axis=-1, keepdims=True)
     return mean_BL1, jax.lax.rsqrt(variance_BL1 + epsilon)
-
-
-class RMSNorm(LayerNorm):
-    """RMS norm: x / sqrt(mean(x^2)) times a scale, in float32 (Zhang and Sennrich, 2019)."""
-
-    def __init__(self, d_model: int, *, epsilon: float = 1e-6):
-        """Initialize the scale to 1."""
-        super().__init__(d_model, epsilon=epsilon, use_bias=False)
-
-    def normalized(self, x_BLD: jax.Array) -> jax.Array:
-        """Normalize to mean square 1 over D."""
-        mean_BL1 = jnp.square(x_BLD).mean(axis=-1, keepdims=True)
-        return x_BLD * jax.lax.rsqrt(mean_BL1 + self.epsilon)
-
-
-def make_norm(config: ModelConfig) -> LayerNorm:
-    """Create the norm selected by norm_type, norm_epsilon and norm_bias."""
-    D, epsilon = config.d_model, config.norm_epsilon
-    if config.norm_type == "rms":
-        return RMSNorm(D, epsilon=epsilon)
-    return LayerNorm(D, epsilon=epsilon, use_bias=config.norm_bias)
 
 
 class Residual(nnx.Module):
@@ -94,18 +84,18 @@ class Residual(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig):
-        """Build from norm, dropout and the config fields that ``make_norm`` uses."""
-        self.norm = make_norm(config)
+        """Build from norm, dropout and the config fields that ``Norm`` uses."""
+        self.norm = Norm(config)
         self.pre = config.norm == "pre"
         self.dropout = config.dropout
 
     def __call__(
         self,
-        x_BLD: jax.Array,
-        sublayer: Callable[[jax.Array], jax.Array],
+        x_BLD: Array,
+        sublayer: Callable[[Array], Array],
         *,
         dropout_key: DropoutKey = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Apply the sublayer with dropout, residual connection and norm. Returns [B, L, D]."""
         norm, rate = self.norm, self.dropout
         y_BLD = sublayer(norm(x_BLD) if self.pre else x_BLD)
@@ -115,8 +105,10 @@ class Residual(nnx.Module):
                 x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
                 return x_BLD if self.pre else norm(x_BLD)
             # In training on a GPU, one fused kernel computes all of this.
+            key, weights = mask_key(dropout_key), (norm.scale[...], norm.bias[...])
             return jax.lax.platform_dependent(
-                *(x_BLD, y_BLD, mask_key(dropout_key), norm.scale[...], norm.bias[...]),
-                cuda=partial(norm_kernel.residual_norm, rate=rate, epsilon=norm.epsilon),
-                default=lambda x, y, key, *_: norm(x + dropout(y, rate, key)),
+                cuda=lambda: norm_kernel.residual_norm(
+                    x_BLD, y_BLD, key, *weights, rate=rate, epsilon=norm.epsilon
+                ),
+                default=lambda: norm(x_BLD + dropout(y_BLD, rate, key)),
             )

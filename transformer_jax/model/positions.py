@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Count, Positive, checked
@@ -53,14 +54,14 @@ class RelativeBias(nnx.Module):
         self.table = nnx.Param(initializer(rngs.params(), shape))
         self.bidirectional, self.longest = bidirectional, config.relative_distance
 
-    def square(self, length: int) -> jax.Array:
+    def square(self, length: int) -> Array:
         """Return the biases of a row of tokens, float32 [1, H, L, L]: queries, then keys."""
         biases_DH = self._between(1 - length, length)
         index_L = np.arange(length)
         distances_LL = index_L[None] - index_L[:, None] + length - 1
         return biases_DH[distances_LL].transpose(2, 0, 1)[None]
 
-    def at(self, position_B: jax.Array, length: int) -> jax.Array:
+    def at(self, position_B: Array, length: int) -> Array:
         """Return the biases of ``length`` keys, for one query at each position: [B, H, L].
 
         The bias of later keys, which are masked, is that of the query's own key.
@@ -69,7 +70,7 @@ class RelativeBias(nnx.Module):
         distances_BL = jnp.arange(length)[None] - position_B[:, None] + length - 1
         return jnp.take(biases_DH, distances_BL, axis=0, mode="clip").swapaxes(1, 2)
 
-    def _between(self, first: int, stop: int) -> jax.Array:
+    def _between(self, first: int, stop: int) -> Array:
         """Return the biases [D, H] of D distances: key minus query, from ``first`` on."""
         distances_D = np.arange(first, stop)
         buckets_D, count = np.zeros_like(distances_D), self.table.shape[0]
@@ -87,7 +88,7 @@ class RelativeBias(nnx.Module):
 
 
 @checked
-def segment_positions(segments_BL: jax.Array) -> jax.Array:
+def segment_positions(segments_BL: Array) -> Array:
     """Return positions within each segment, int32 [B, L]. Segments 1 1 1 2 2 give 0 1 2 0 1."""
     index_1L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)[None]
     is_start_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))

@@ -21,7 +21,7 @@ from transformer_jax.model.layers import (
     embedding_matrix,
 )
 from transformer_jax.model.matmul import compute_dtype, einsum, quantize
-from transformer_jax.model.norms import make_norm
+from transformer_jax.model.norms import Norm
 from transformer_jax.model.positions import RelativeBias, segment_positions
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
@@ -47,7 +47,7 @@ class _Stack(nnx.Module):
 
     def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
         self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
-        self.final_norm = make_norm(config) if config.has_final_norm else None
+        self.final_norm = Norm(config) if config.has_final_norm else None
         # One for each layer, one for all layers, or none.
         biases = number if config.relative_bias == "layer" else 1
         self.relative_biases = nnx.List(

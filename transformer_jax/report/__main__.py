@@ -47,8 +47,7 @@ def _run(a: Arguments) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with needs_extra("report"):
         from transformer_jax.report.page import page
-    from transformer_jax.report.runs import read_run
-    from transformer_jax.report.samples import take_samples
+    from transformer_jax.report.runs import read_run, take_samples
 
     runs = [read_run(workdir) for workdir in a.workdir]
     if a.samples or a.text:

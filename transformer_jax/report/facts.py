@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from transformer_jax import Config
 from transformer_jax.report.runs import Run
+from transformer_jax.support import flatten
 
 _SETTINGS = "Different between runs", "Changed from the default", "Default"
 
@@ -24,12 +24,12 @@ def results(run: Run) -> dict[str, str]:
         facts["last entry"] = f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M UTC}"
     # summary.json repeats the environment's fields.
     elsewhere = {"kind", "step", "time", "environment", *latest.get("environment", {})}
-    return facts | _flat({name: latest[name] for name in latest if name not in elsewhere})
+    return facts | _texts({name: latest[name] for name in latest if name not in elsewhere})
 
 
 def environment(run: Run) -> dict[str, str]:
     """Return the hardware and versions recorded when the run last started."""
-    return _flat(run.latest().get("environment", {}))
+    return _texts(run.latest().get("environment", {}))
 
 
 def by_label(columns: Sequence[dict[str, str]]) -> list[list[str]]:
@@ -43,7 +43,7 @@ def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
     come first.
     """
     tables: dict[str, list[list[str]]] = {title: [] for title in _SETTINGS}
-    columns = [_flat(dataclasses.asdict(config)) for config in (*configs, Config())]
+    columns = [_texts(config) for config in (*configs, Config())]
     for row in by_label(columns):
         _, *values, default = row
         differs, chosen = len({*values}) > 1, values[0] != default
@@ -51,13 +51,9 @@ def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
     return {title: rows for title, rows in tables.items() if rows}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested fields: ``{"model.d_model": "512", ...}``."""
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        nested = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": _text(value)}
-    return flat
+def _texts(values: Any) -> dict[str, str]:
+    """Format nested fields: ``{"model.d_model": "512", ...}``."""
+    return {name: _text(value) for name, value in flatten(values).items()}
 
 
 def _text(value: Any) -> str:

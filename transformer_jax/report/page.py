@@ -1,17 +1,25 @@
-"""The report, rendered with the template page.html."""
+"""The report, rendered with the template page.html: tables, curves and attention heat maps.
+
+Figures are data URLs with a transparent background.
+"""
 
 from __future__ import annotations
 
+import base64
 import difflib
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import matplotlib
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
-from transformer_jax.report.charts import curves_chart, heat_maps
+from transformer_jax.report.attention import attention_maps
 from transformer_jax.report.facts import by_label, environment, results, settings
 from transformer_jax.report.runs import Run
 
@@ -47,7 +55,7 @@ def page(runs: Sequence[Run]) -> bytes:
         pairs=pairs,
         word_diff=word_diff,
         attention=[
-            (run.name, text, {title: heat_maps(*found.of(kind)) for title, kind in _MAPS.items()})
+            (run.name, text, {title: _heat_maps(*found.of(kind)) for title, kind in _MAPS.items()})
             for run in runs
             for text, found in run.attention.items()
         ],
@@ -68,7 +76,38 @@ def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
                     curves.append((steps, values, style))
                     said.append(f"{run.name} ({kind}): {values[-1]:.4g} at step {steps[-1]:.0f}")
         if curves:
-            yield title, curves_chart(curves, scale), f"{title} by step. {'; '.join(said)}."
+            yield title, _curves_chart(curves, scale), f"{title} by step. {'; '.join(said)}."
+
+
+def _curves_chart(
+    curves: Iterable[tuple[Sequence[float], Sequence[float], Any]], scale: str
+) -> str:
+    """Plot curves of (steps, values, style) on a linear or log ``scale``. Returns a data URL."""
+    figure = Figure(figsize=(4.4, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for steps, values, style in curves:
+        axes.plot(steps, values, **style)
+    axes.set(xlabel="step", yscale=scale)
+    axes.grid(alpha=0.3)
+    return _data_url(figure)
+
+
+def _heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndarray) -> str:
+    """Plot the last layer's attention as one heat map per head, with queries as rows and keys as
+    columns. Returns a data URL.
+
+    Long sentences are truncated to 60 tokens.
+    """
+    maps = attention_maps(queries[:60], keys[:60], weights_NHTS[..., :60, :60], layers=[-1])
+    return _data_url(maps)
+
+
+def _data_url(figure: Figure) -> str:
+    """Encode the figure as a data URL, which isolates it from the page's ids and styles."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # keep text as text
+        figure.savefig(buffer, format="svg", transparent=True)
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def word_diff(reference: str, translation: str) -> list[tuple[str, str]]:

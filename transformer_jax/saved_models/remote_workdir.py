@@ -81,15 +81,15 @@ def pretrained_workdir(name: str | Path) -> Path:
     or a model folder.
     """
     # The only place where the trunk calls a branch, which a user can do without.
-    hub = importlib.import_module("transformer_jax.interop.hub")
-    source: Path = hub.find_pretrained(str(name))
+    interop = importlib.import_module("transformer_jax.interop.huggingface_import")
+    source: Path = interop.find_pretrained(str(name))
     if (source / MANIFEST).exists():
         return source
     newest = max((file.stat().st_mtime_ns for file in source.glob("*")), default=0)
     folder = cached_folder(f"{source.resolve()}-{newest}", "read")
     with locked(folder.with_suffix(".lock")):
         if not (folder / MANIFEST).exists():
-            hub.import_into(source, folder)
+            interop.import_into(source, folder)
     return folder
 
 

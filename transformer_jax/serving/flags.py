@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Annotated, Literal, NamedTuple
 
@@ -76,9 +76,7 @@ class Arguments:
     timeout: float = 60.0
     """Maximum number of seconds from the start of a request to its response; slower requests get
     status 503."""
-    search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
-        default_factory=DecodingConfig
-    )
+    search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = DecodingConfig()
 
 
 def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:

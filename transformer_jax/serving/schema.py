@@ -15,26 +15,32 @@ CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded"
 class Query(BaseModel):
     """A request to /translate. The fields up to ``api_key`` are the same as in LibreTranslate."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    q: str | list[str] = Field(description="A text or a list of texts.", examples=["A man sleeps."])
-    source: str = Field(
-        "auto", description="Source language; can be auto if only one fits the target."
-    )
-    target: str = Field(description="Target language.", examples=["de"])
-    format: Literal["text", "html", "xml"] = Field("text", description="Format of the texts.")
-    alternatives: int = Field(
-        0, ge=0, description="Number of alternatives, less than the beam size."
-    )
-    api_key: Any = Field(None, description="Ignored.")
-    apiKey: Any = Field(None, description="Ignored; a client's name for ``api_key``.")
-    prefix: str = Field("", description="Text that each translation begins with.")
-    glossary: dict[str, str | list[str]] = Field(
-        {}, description="Target terms that must occur, by source term.", examples=[{}]
-    )
-    details: bool = Field(False, description="Also return scores and tokens.")
-    attention: bool = Field(False, description="Also return details and attention weights.")
-    split: bool = Field(True, description="Whether to split texts into sentences.")
+    q: str | list[str] = Field(examples=["A man sleeps."])
+    """A text or a list of texts."""
+    source: str = "auto"
+    """Source language; can be auto if only one fits the target."""
+    target: str = Field(examples=["de"])
+    """Target language."""
+    format: Literal["text", "html", "xml"] = "text"
+    """Format of the texts."""
+    alternatives: int = Field(0, ge=0)
+    """Number of alternatives, less than the beam size."""
+    api_key: Any = None
+    """Ignored."""
+    apiKey: Any = None
+    """Ignored; a client's name for ``api_key``."""
+    prefix: str = ""
+    """Text that each translation begins with."""
+    glossary: dict[str, str | list[str]] = Field({}, examples=[{}])
+    """Target terms that must occur, by source term."""
+    details: bool = False
+    """Also return scores and tokens."""
+    attention: bool = False
+    """Also return details and attention weights."""
+    split: bool = True
+    """Whether to split texts into sentences."""
 
     @model_validator(mode="before")
     @classmethod
@@ -103,20 +109,24 @@ class Answer(BaseModel):
     texts.
     """
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     translatedText: str | list[str]
     alternatives: list[str] | list[list[str]] | None = None
     detectedLanguage: Detected | list[Detected] | None = None
-    unmet: list[str] | None = Field(
-        None, description="Source terms of the glossary that lack a target term."
-    )
+    unmet: list[str] | None = None
+    """Source terms of the glossary that lack a target term."""
     sentences: list[list[SentenceResponse]] | None = None
 
 
 class Language(BaseModel):
     """A language and the languages it can be translated into, if any."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     code: str
-    name: str = Field(description="The code; LibreTranslate clients expect this field.")
+    name: str
+    """The code; LibreTranslate clients expect this field."""
     targets: list[str]
 
 

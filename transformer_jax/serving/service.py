@@ -80,7 +80,7 @@ class Service:
         self._pairs_to = defaultdict[str, list[Pair]](list)
         for pair in models:
             self._pairs_to[folded(pair.target)].append(pair)
-        self._searches = list({id(model): model for model in models.values()}.values())
+        self._searches = list(dict.fromkeys(models.values()))
         self.max_queue, self.max_characters, self.protect = max_queue, max_characters, protect
         self.num_accepted = 0
         self._status: State = "compiling"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from transformer_jax.settings.checks import (
@@ -343,11 +343,11 @@ class DataConfig(Section, prefix="data."):
 
     root: str = ""
     """Base folder or URL for relative file names in train, dev and test; '': the current folder."""
-    train: PairsConfig = field(default_factory=PairsConfig)
+    train: PairsConfig = PairsConfig()
     """Training set."""
-    dev: PairsConfig = field(default_factory=PairsConfig)
+    dev: PairsConfig = PairsConfig()
     """Dev set, for loss and BLEU during training and for selecting the best checkpoint."""
-    test: PairsConfig = field(default_factory=PairsConfig)
+    test: PairsConfig = PairsConfig()
     """Test set, scored once at the end of training."""
     max_source_length: Positive = 256
     """Maximum source length in tokens, including EOS. Longer pairs are excluded from the training
@@ -577,14 +577,14 @@ class Processes(Section, prefix="--"):
 class Config(Section):
     """All settings of a run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    decoding: DecodingConfig = field(default_factory=DecodingConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    decoding: DecodingConfig = DecodingConfig()
+    mesh: MeshConfig = MeshConfig()
     seed: Count = 0
     """Random seed for parameter initialization, data order, and dropout."""
 

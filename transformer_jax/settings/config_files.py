@@ -114,26 +114,26 @@ def from_dict(values: Any) -> Config:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a config to ``{"model.d_model": 512, ...}``."""
+    """Flatten a config, or a nested dict, to ``{"model.d_model": 512, ...}``."""
     flat: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        nested = dataclasses.is_dataclass(value)
+    for name, value in (config if isinstance(config, dict) else vars(config)).items():
+        nested = isinstance(value, dict) or dataclasses.is_dataclass(value)
         flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
 
 
 def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
-    sections = {field.name: field.default_factory for field in dataclasses.fields(section)}
+    defaults = {field.name: field.default for field in dataclasses.fields(section)}
     arguments = {}
     for name, value in values.items():
-        if name not in sections:
+        if name not in defaults:
             raise UserError(
-                f"Unknown config field {prefix}{name}; expected one of {', '.join(sections)}. If "
+                f"Unknown config field {prefix}{name}; expected one of {', '.join(defaults)}. If "
                 "an earlier version of transformer_jax wrote the file, rename or remove the field; "
                 "if it is from Hugging Face transformers, import the model: python -m "
                 "transformer_jax.interop import."
             )
-        if isinstance(value, dict) and dataclasses.is_dataclass(sections[name]):
-            value = _build(sections[name], value, f"{prefix}{name}.")
+        if isinstance(value, dict) and dataclasses.is_dataclass(default := defaults[name]):
+            value = _build(type(default), value, f"{prefix}{name}.")
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return section(**arguments)

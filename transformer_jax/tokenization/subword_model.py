@@ -72,8 +72,8 @@ class SubwordModel:
         """True for a tokenizer.json file, False for a SentencePiece model."""
         return isinstance(self._processor, RustTokenizer)
 
-    def first_ids(self, language: str = "", field: str = "target_language") -> list[int]:
-        """Return the ids of the tokens that begin every line in this language ("": the default).
+    def first_token(self, language: str = "", field: str = "target_language") -> str:
+        """Return the token that begins every line in this language ("": the default), or "".
 
         Raises ``UserError``, which names ``field``, for an unknown language, and for "" if the
         model has languages but no default.
@@ -82,8 +82,11 @@ class SubwordModel:
         if missing or (language and language not in self.languages):
             known = ", ".join(self.languages) or "none, because the model has no language codes"
             raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
-        first = self.languages[language] if language else self.first
-        return self.ids([first]) if first else []
+        return self.languages[language] if language else self.first
+
+    def first_ids(self, language: str = "", field: str = "target_language") -> list[int]:
+        """Return the id of ``first_token``, or an empty list."""
+        return self.ids(filter(None, [self.first_token(language, field)]))
 
     @property
     def vocab_size(self) -> int:

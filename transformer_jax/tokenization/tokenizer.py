@@ -6,10 +6,10 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import sentencepiece
@@ -26,14 +26,22 @@ _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokeniz
 _JSON, _VOCABULARY = "tokenizer.tokens.json", "tokenizer.vocab.json"
 _TARGET_VOCABULARY = "tokenizer.target.vocab.json"
 _LANGUAGES, _PRETRAINED = "tokenizer.languages.json", "tokenizer.pretrained.zip"
-TOKENIZER_FILES = {_MODEL, _SOURCE, _TARGET, _JSON, _LANGUAGES, _PRETRAINED}
-TOKENIZER_FILES |= {_VOCABULARY, _TARGET_VOCABULARY}
+TOKENIZER_FILES = {
+    _MODEL,
+    _SOURCE,
+    _TARGET,
+    _JSON,
+    _VOCABULARY,
+    _TARGET_VOCABULARY,
+    _LANGUAGES,
+    _PRETRAINED,
+}
 
 
 class Languages(NamedTuple):
     """Languages of a many-to-many model."""
 
-    tokens: Mapping[str, str] = MappingProxyType({})
+    tokens: Mapping[str, str] = {}
     """Token of each language code."""
     source: str = ""
     """Token before every source line by default; '': none."""
@@ -41,42 +49,38 @@ class Languages(NamedTuple):
     """Token before every target line by default; '': none."""
 
 
+@dataclass(eq=False)
 class Tokenizer:
     """SentencePiece models for ``source`` and ``target``: one for both languages or one for each.
 
-    Takes the contents of the model files. With ``target_model=None``, both languages share
-    ``source_model``. The other arguments are for pretrained models (``SubwordModel``):
-
-    Args:
-      vocabulary: the tokens of both languages, ordered by id, if ids differ from the piece ids.
-      target_vocabulary: the tokens of the target, if ``vocabulary`` has those of the source only.
-      languages: tokens before a line.
-      pretrained: the original files, which an export needs, as a zip archive.
+    The fields after the models are for pretrained models (``SubwordModel``). ``target`` is the same
+    object as ``source`` if both languages share a model and their first token.
     """
 
-    def __init__(
-        self,
-        source_model: bytes,
-        target_model: bytes | None = None,
-        *,
-        vocabulary: Sequence[str] = (),
-        target_vocabulary: Sequence[str] = (),
-        languages: Languages | None = None,
-        pretrained: bytes = b"",
-    ) -> None:
-        self.vocabulary, self.pretrained = tuple(vocabulary), pretrained
-        self.target_vocabulary = tuple(target_vocabulary)
-        self.languages = languages = languages or Languages()
-        models = source_model, target_model or source_model
+    source_model: bytes
+    """Contents of the model file."""
+    target_model: bytes | None = None
+    """None: both languages share ``source_model``."""
+    _: KW_ONLY
+    vocabulary: Sequence[str] = ()
+    """The tokens of both languages, ordered by id, if ids differ from the piece ids."""
+    target_vocabulary: Sequence[str] = ()
+    """The tokens of the target, if ``vocabulary`` has those of the source only."""
+    languages: Languages = Languages()
+    """Tokens before a line."""
+    pretrained: bytes = b""
+    """The original files, which an export needs, as a zip archive."""
+
+    def __post_init__(self) -> None:
+        tokens, *first = self.languages
+        models = self.source_model, self.target_model or self.source_model
         vocabularies = self.vocabulary, self.target_vocabulary or self.vocabulary
-        sides = [
-            SubwordModel(model, tokens, first=first, languages=languages.tokens)
-            for model, tokens, first in zip(models, vocabularies, languages[1:])
-        ]
-        self.source = sides[0]
-        same = target_model is None and languages.source == languages.target
-        self.target = sides[0] if same and not target_vocabulary else sides[1]
-        """The same object as ``source`` if both languages share a model and their first token."""
+        self.source, self.target = (
+            SubwordModel(model, vocabulary, first=its_first, languages=tokens)
+            for model, vocabulary, its_first in zip(models, vocabularies, first)
+        )
+        if len(self._models) == 1 and first[0] == first[1] and not self.target_vocabulary:
+            self.target = self.source
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
@@ -89,8 +93,7 @@ class Tokenizer:
         """
         if config.model:
             files = [local_path(file) for file in (config.model, config.target_model) if file]
-            models = [_read_model(file, special_ids=True) for file in files]
-            return cls(*models).with_symbols(config.user_defined_symbols)
+            return cls(*map(_read_given_model, files)).with_symbols(config.user_defined_symbols)
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
@@ -126,19 +129,12 @@ class Tokenizer:
 
         Raises ``UserError`` for a language that the model does not have.
         """
-        for code, side, field in (
-            (source, self.source, "source_language"),
-            (target, self.target, "target_language"),
-        ):
-            if code:
-                side.first_ids(code, field)
-        tokens = self.languages.tokens
-        changed = Languages(
-            tokens,
-            tokens[source] if source else self.languages.source,
-            tokens[target] if target else self.languages.target,
+        its = self.languages
+        changed = its._replace(
+            source=self.source.first_token(source, "source_language") if source else its.source,
+            target=self.target.first_token(target, "target_language") if target else its.target,
         )
-        return self._copy(self._models, languages=changed)
+        return replace(self, languages=changed)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """Return a copy with missing ``symbols`` appended. Existing ids do not change.
@@ -155,30 +151,18 @@ class Tokenizer:
                 f"tokenizer.user_defined_symbols contains {symbols[0]!r}; expected none, because "
                 "this model has a tokenizer.json file."
             )
-        models = [with_symbols(model, symbols) for model in self._models]
-        names = ("vocabulary", "target_vocabulary")
-        fields: dict[str, Any] = {
-            name: (*tokens, *(symbol for symbol in symbols if symbol not in tokens))
-            for name in names
-            if (tokens := getattr(self, name))
-        }
-        if any(len(fields[name]) > len(getattr(self, name)) for name in fields):
-            fields["pretrained"] = b""
-        return self._copy(models, **fields)
-
-    def _copy(self, models: Sequence[bytes], **changed: Any) -> Tokenizer:
-        return Tokenizer(*models, **self._pretrained_fields | changed)
-
-    @property
-    def _pretrained_fields(self) -> dict[str, Any]:
-        names = ("vocabulary", "target_vocabulary", "languages", "pretrained")
-        return {name: getattr(self, name) for name in names}
+        models = (with_symbols(model, symbols) for model in self._models)
+        changed: dict[str, Any] = dict(zip(("source_model", "target_model"), models))
+        for name in ("vocabulary", "target_vocabulary"):
+            tokens = getattr(self, name)
+            if tokens and (new := [symbol for symbol in symbols if symbol not in tokens]):
+                changed |= {name: (*tokens, *new), "pretrained": b""}
+        return replace(self, **changed)
 
     @property
     def _models(self) -> list[bytes]:
         """Contents of the model files."""
-        models = [self.source.model, self.target.model]
-        return models[:1] if models[0] is models[1] else models
+        return [model for model in (self.source_model, self.target_model) if model is not None]
 
     @property
     def _files(self) -> dict[str, bytes]:
@@ -193,8 +177,8 @@ class Tokenizer:
             if tokens
         }
         if any(self.languages):
-            fields = self.languages._asdict() | {"tokens": dict(self.languages.tokens)}
-            files[_LANGUAGES] = json.dumps(fields, ensure_ascii=False, indent=0).encode()
+            text = json.dumps(self.languages._asdict(), ensure_ascii=False, indent=0)
+            files[_LANGUAGES] = text.encode()
         if self.pretrained:
             files[_PRETRAINED] = self.pretrained
         return files | dict(zip(names, models))
@@ -209,9 +193,9 @@ class Tokenizer:
             write_atomically(directory / name, content)
 
     def __reduce__(self) -> tuple[Callable[[], Tokenizer], tuple[()]]:
-        fields = self._pretrained_fields
-        fields["languages"] = self.languages._replace(tokens=dict(self.languages.tokens))
-        return partial(Tokenizer, *self._models, **fields), ()
+        return partial(
+            Tokenizer, **{each.name: getattr(self, each.name) for each in fields(self)}
+        ), ()
 
     @property
     def joint(self) -> bool:
@@ -225,25 +209,29 @@ class Tokenizer:
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _read_model(path: Path, *, special_ids: bool = False) -> bytes:
-    """Read and validate a model file.
-
-    ``special_ids`` requires PAD, BOS, EOS and UNK to have the ids 0 to 3.
-    """
-    model = path.read_bytes()
-    if path.name == _JSON:
-        return model
+def read_sentencepiece(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]:
+    """Read a SentencePiece model. Returns the file's contents and the model."""
+    content = path.read_bytes()
     try:
-        if not model:
+        if not content:
             raise RuntimeError("the file is empty")
-        its = sentencepiece.SentencePieceProcessor(model_proto=model)
+        return content, sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
         raise UserError(
-            f"{str(path)!r} is not a SentencePiece model or is corrupt ({error}); restore or "
-            "retrain it."
+            f"{str(path)!r} is not a SentencePiece model or is corrupt ({error}); restore it, "
+            "download it again or retrain it."
         ) from None
+
+
+def _read_model(path: Path) -> bytes:
+    return path.read_bytes() if path.name == _JSON else read_sentencepiece(path)[0]
+
+
+def _read_given_model(path: Path) -> bytes:
+    """Read a model in which PAD, BOS, EOS and UNK must have the ids 0 to 3."""
+    model, its = read_sentencepiece(path)
     ids = its.pad_id(), its.bos_id(), its.eos_id(), its.unk_id()
-    if special_ids and ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+    if ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
         raise UserError(
             f"{str(path)!r} has the ids {ids} for PAD, BOS, EOS and UNK; expected 0 to 3. Train it "
             "with spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
@@ -266,11 +254,11 @@ def _read_strings(file: Path, kind: Callable[..., T]) -> T:
 
 def _vocabulary(tokens: Sequence[str] = ()) -> Sequence[str]:
     "".join(tokens)  # raises TypeError unless they are strings
-    return tokens
+    return tuple(tokens)
 
 
-def _languages(fields: Mapping[str, Any] = MappingProxyType({})) -> Languages:
-    languages = Languages(**fields)
+def _languages(tokens: Mapping[str, Any] | None = None) -> Languages:
+    languages = Languages(**tokens or {})
     _vocabulary([*languages.tokens.values(), *languages[1:]])
     return languages
 

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
@@ -34,8 +34,8 @@ class Arguments:
     """Allow a resumed run to change batch.*, optimizer.* (except ema_decay), dropout, label
     smoothing, R-Drop, dtype, remat, start_from, data.train.weights, data.train.temperature, and
     steps if the learning rate depends on it."""
-    processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    processes: Annotated[Processes, tyro.conf.arg(name="")] = Processes()
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
 
 
 def main(argv: list[str] | None = None) -> int:
