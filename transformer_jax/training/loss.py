@@ -104,7 +104,7 @@ def alignment_cross_entropy(weights_BTS: jax.Array, links_BT: jax.Array) -> jax.
       weights_BTS: attention weights, float32.
       links_BT: source position, counted from 1, that each target token links to; 0: none.
     """
-    linked_BTS = jnp.arange(1, weights_BTS.shape[2] + 1) == links_BT[..., None]
+    linked_BTS = jax.nn.one_hot(links_BT - 1, weights_BTS.shape[2], dtype=bool)
     # far below any weight that matters; the gradient of log(0) would be NaN
     return -jnp.where(linked_BTS, jnp.log(jnp.maximum(weights_BTS, 1e-30)), 0).sum()
 
