@@ -179,9 +179,10 @@ class Transformer(nnx.Module):
         """Compute ``hidden`` and, if ``aligned``, the weights [B, T, S] of the first
         cross-attention head of ``alignment_layer``.
         """
-        number, model = self.config.alignment_layer, nnx.clone(self)
+        number = self.config.alignment_layer
         if number is None or not aligned:
             return self.hidden(*args, **options), None
+        model = nnx.clone(self)
         layer = model.decoder.layers[number]
         layer.remat, layer.cross_attention.sow_weights = False, True
         hidden_BTD, sown = nnx.capture(model.hidden, nnx.Intermediate)(*args, **options)
