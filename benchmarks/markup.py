@@ -36,8 +36,8 @@ class Arguments:
     """HTML pages to translate."""
     limit: int = 300
     """Number of sentences."""
-    layer: int = -1
-    """Decoder layer of the alignments."""
+    layer: int | None = None
+    """Decoder layer of the alignments; None: as model.alignment_layer says."""
 
 
 class Structure(HTMLParser):

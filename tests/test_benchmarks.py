@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,11 +23,13 @@ from runs import xla_flags
 
 from benchmarks import all as all_parts
 from benchmarks import attention, in_turn, parts
+from benchmarks.alignment_error import alignment_error
 from benchmarks.all import Part, Program
 from benchmarks.chart import COLORS, chart, comparisons
 from benchmarks.in_turn import markdown, measure
 from benchmarks.train import torch_loss
 from transformer_jax.decoding.program import decode
+from transformer_jax.errors import UserError
 from transformer_jax.interop.pytorch import to_torch
 from transformer_jax.model.attention import attention_mask
 from transformer_jax.model.transformer import Transformer
@@ -101,6 +104,36 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
         return json.loads(output.read_text())["table"]
 
     return benchmark_here
+
+
+def test_alignment_error_rate() -> None:
+    """Equation 3 of Och and Ney (2003), on cases that can be counted by hand."""
+    gold = ["0-0 1-1 2?1", "0-0", ""]
+    cases: list[tuple[list[str], tuple[float, float, float]]] = [
+        (["0-0 1-1", "0-0", ""], (0, 1, 1)),
+        (["a b ||| 0-0 1-1 2-1", "a ||| x ||| 0-0", " ||| "], (0, 1, 1)),  # possible is right
+        (["0-0", "0-0", ""], (1 / 5, 1, 2 / 3)),  # 1 - (2 + 2) / (2 + 3)
+        (["0-0 1-1", "0-0 1-0", "0-0"], (1 - 6 / 8, 3 / 5, 1)),
+        (["2-1", "", ""], (1 - 1 / 4, 1, 0)),
+        (["", "", ""], (1, 0, 0)),
+    ]
+    for found, expected in cases:
+        assert alignment_error(found, gold) == pytest.approx(expected)
+    with pytest.raises(UserError, match="There are 1 lines of links; expected 3, as in gold"):
+        alignment_error(["0-0"], gold)
+
+
+def test_the_hand_made_alignments_are_within_their_sentences() -> None:
+    files = [ROOT / "benchmarks" / f"captions.{name}" for name in ("en", "de", "links")]
+    lines = list(zip(*(file.read_text().splitlines() for file in files), strict=True))
+    assert len(lines) == 20
+    for en, de, links in lines:
+        pairs = [tuple(map(int, re.split("[-?]", link))) for link in links.split()]
+        assert len(set(pairs)) == len(pairs)
+        assert {i for i, _ in pairs} == set(range(len(en.split())))
+        assert {j for _, j in pairs} | {de.split().index(w) for w in de.split() if w == ","} == set(
+            range(len(de.split()))
+        )
 
 
 def test_ratios_compare_runs_of_the_same_round() -> None:

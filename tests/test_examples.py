@@ -190,6 +190,26 @@ def test_shards_of_a_translated_corpus_are_joined(run: Callable[..., str], tmp_p
     assert f"{7 - len(wrong)} of 8 pairs kept" in kept and wrong
 
 
+def test_aligned_number_names(run: Callable[..., str], tmp_path: Path) -> None:
+    """Without "and" and "und", each word links to one word, and equal digits have equal names."""
+    run("aligned_numbers", folder=tmp_path, train=300, dev=20, test=20)
+    names: dict[str, set[str]] = {}
+    for split in ("train", "dev", "test"):
+        files = [(tmp_path / f"{split}.{suffix}").read_text() for suffix in ("en", "de", "links")]
+        for en, de, links in zip(*(text.splitlines() for text in files), strict=True):
+            source, target = en.split(), de.split()
+            sure = [tuple(map(int, link.split("-"))) for link in links.split() if "-" in link]
+            ignored = {int(link.split("?")[1]) for link in links.split() if "?" in link}
+            assert sorted(i for i, _ in sure) == [i for i, w in enumerate(source) if w != "and"]
+            und = [j for j, word in enumerate(target) if word == "und"]
+            assert sorted([j for _, j in sure] + und) == [*range(len(target))]
+            assert ignored == set(und if split != "train" else [])
+            for i, j in sure:
+                names.setdefault(source[i], set()).add(target[j])
+    assert names["seven"] == {"sieben"} and names["thousand"] == {"tausend"} and len(names) == 29
+    assert all(len(found) == 1 for found in names.values())
+
+
 def test_number_names(run: Callable[..., str], tmp_path: Path) -> None:
     printed = run("number_names", folder=tmp_path / "new", train=30, test=500).splitlines()
     counts = {"train": 30, "dev": 200, "test": 500}

@@ -32,6 +32,7 @@ TRUNK = [
     "tokenization.rust_tokenizer",
     "tokenization.subword_model",
     "tokenization.tokenizer",
+    "tokenization.words",
     "data.files",
     "data.sources",
     "data.tokenize",

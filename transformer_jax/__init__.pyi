@@ -27,9 +27,9 @@ from .errors import UserError
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
 from .model.kv_cache import DecoderCache
-from .model.layers import DecoderLayer, EncoderLayer, FeedForward
+from .model.layers import Decoder, DecoderLayer, Embedding, Encoder, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
-from .model.transformer import Decoder, Embedding, Encoder, Transformer
+from .model.transformer import Transformer
 from .saved_models.model_folder import load_model, save_model
 from .saved_models.remote_workdir import local_workdir
 from .serving.async_translator import AsyncTranslator, SearchFailed

@@ -489,7 +489,7 @@ def test_a_killed_worker_is_an_error(tmp_path, monkeypatch, when):
 def test_an_exception_in_a_worker_is_raised_in_the_main_process(tmp_path, monkeypatch):
     config, data = from_text(tmp_path, [("a", "b")] * 600, workers=2)
     pairs = iter([("\ud800", "not encodable")] * 600)
-    monkeypatch.setattr(ParallelText, "pairs", lambda *_, **__: pairs)
+    monkeypatch.setattr(ParallelText, "aligned_pairs", lambda *_, **__: pairs)
     with pytest.raises(TypeError) as raised:
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     assert "in tokenize" in raised.value.__notes__[0]  # the worker's traceback

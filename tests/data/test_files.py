@@ -84,12 +84,10 @@ def test_globs_that_match_nothing_or_different_numbers_of_files(folder):
     with pytest.raises(UserError, match=r"'none-\*.en' does not match any files"):
         ParallelText(PairsConfig("text", ("none-*.en",), ("part-*.de",)), str(folder))
     (folder / "part-c.de").unlink()
-    message = (
-        r"'part-\*.en' matches 3 file\(s\) and target 'part-\*.de' matches 2; expected the same"
-    )
+    message = r"'part-\*.en' matches 3 file\(s\) and target 'part-\*.de' matches 2 file"
     with pytest.raises(UserError, match=message):
         read_pairs(PairsConfig("text", SOURCES, TARGETS), str(folder))
-    with pytest.raises(UserError, match="matches 3 file.* matches 1; expected"):
+    with pytest.raises(UserError, match="matches 3 file.* matches 1 file.*; expected"):
         ParallelText(PairsConfig("text", ("part-*.en",), ("extra.de",)), str(folder))
 
 

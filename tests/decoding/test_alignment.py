@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from random_models import lines_of_words, make_model, train_tokenizer
 
-from transformer_jax.decoding.alignment import Alignment, alignment, word_numbers
+from transformer_jax.decoding.alignment import Alignment, alignment
 from transformer_jax.decoding.records import Translation
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.special_ids import UNK_ID
+from transformer_jax.tokenization.words import word_numbers
 
 LINES = lines_of_words(12)
 TARGETS = [line.upper() for line in reversed(LINES)]

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from lxml import etree
 from random_models import lines_of_words, make_model, train_tokenizer
 
-from transformer_jax.decoding.alignment import Alignment, token_words
+from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.decoding.markup import Document, Line
 from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.tokenization.words import token_words
 
 TOKENIZER = train_tokenizer(lines_of_words(60))
 TAG = re.compile(r"<[^>]*>")

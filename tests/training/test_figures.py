@@ -228,13 +228,18 @@ def test_bleu_is_on_the_first_dev_sentences_and_the_whole_test_set(run: SimpleNa
 FREE = (
     *("model.vocab_size", "model.source_vocab_size", "mesh.", "decoding.", "training."),
     *("data.root", "data.workers", "data.dev.", "data.test."),
-    *("data.train.source", "data.train.target"),  # and their fields: the text is compared
+    *(
+        "data.train.source",
+        "data.train.target",
+        "data.train.alignments",
+    ),  # and their fields: the text is compared
 )
 WITH_FLAG = (
     *("batch.", "optimizer.", "training.label_smoothing", "training.r_drop"),
     *("training.start_from", "model.dropout", "model.attention_dropout"),
     *("model.feed_forward_dropout", "model.remat", "model.dtype", "training.freeze"),
     *("data.train.weights", "data.train.temperature"),
+    *("training.guided_alignment", "model.alignment_layer"),
 )
 NEVER = ("optimizer.ema_decay", "optimizer.name")
 

@@ -37,13 +37,16 @@ class Batch(NamedTuple):
     """Batch of sentence pairs, int32. Sequences end with EOS and are padded with PAD = 0.
 
     Targets have no BOS. Segment ids number the pairs in a row from 1, with 0 for padding. Both
-    segment arrays are None if every row holds one pair. Rows can be empty (all PAD).
+    segment arrays are None if every row holds one pair. Rows can be empty (all PAD). Links are the
+    column, counted from 1, of the source token that each target token links to (0: none), or None
+    if the corpus is not aligned.
     """
 
     source_BS: Array
     target_BT: Array
     source_segments_BS: Array | None = None
     target_segments_BT: Array | None = None
+    links_BT: Array | None = None
 
 
 class BatchPlan:
@@ -60,6 +63,7 @@ class BatchPlan:
         """
         self.packed, limits = config.layout == "packed", (config.tokens, config.row_multiple)
         self._corpus, self._seed = corpus, seed
+        self.aligned = len(corpus.sides) > 2
         N, lengths_2N = corpus.num_pairs, corpus.lengths()
         assert N, "the corpus has no pairs"
         tokens_2 = lengths_2N.sum(1, dtype=np.int64)
@@ -107,11 +111,17 @@ class BatchPlan:
         row = row_B[rows]
         pairs_per_row = starts[row + 1] - starts[row]
         chosen = self._corpus.drawn(pairs[ranges(starts[row], pairs_per_row)], epoch)
-        (source, source_segments), (target, target_segments) = (
+        (source, source_segments, starts), (target, target_segments, _) = (
             _fill_rows(self._corpus.read(side, chosen), pairs_per_row, L)
             for side, L in enumerate((S, T))
         )
-        return Batch(source, target, *([source_segments, target_segments] if self.packed else []))
+        links = None
+        if self.aligned:
+            in_pair, lengths = self._corpus.read(2, chosen)
+            in_row = np.where(in_pair, in_pair + np.repeat(starts, lengths), 0)
+            links, *_ = _fill_rows((in_row, lengths), pairs_per_row, T)
+        segments = [source_segments, target_segments] if self.packed else []
+        return Batch(source, target, *segments)._replace(links_BT=links)
 
     def _shuffle(self, epoch: int) -> list[tuple[tuple[int, int, int], np.ndarray]]:
         """Return the shape and rows of each batch in an epoch, in order."""
@@ -126,20 +136,21 @@ class BatchPlan:
 
 def _fill_rows(
     sequences: tuple[np.ndarray, np.ndarray], pairs_per_row: np.ndarray, L: int
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lay out sequences (flat tokens and lengths) one after another in rows of length L.
 
-    Returns tokens and segment ids, both int32 [B, L].
+    Returns tokens and segment ids, both int32 [B, L], and where in its row each sequence starts.
     """
     tokens, lengths = sequences
     row = np.repeat(np.arange(len(pairs_per_row)), pairs_per_row)
     first_of_row = np.repeat(np.cumsum(pairs_per_row) - pairs_per_row, pairs_per_row)
     before = np.cumsum(lengths) - lengths
-    to = ranges(row * L + before - before[first_of_row], lengths)
+    starts = before - before[first_of_row]
+    to = ranges(row * L + starts, lengths)
     tokens_BL, segments_BL = np.zeros((2, len(pairs_per_row), L), np.int32)
     tokens_BL.reshape(-1)[to] = tokens
     segments_BL.reshape(-1)[to] = np.repeat(np.arange(len(lengths)) - first_of_row + 1, lengths)
-    return tokens_BL, segments_BL
+    return tokens_BL, segments_BL, starts
 
 
 def _grouped(group_N: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:

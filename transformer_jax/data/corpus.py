@@ -30,7 +30,7 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 TEMPORARY = "tmp-"
-_SIDES = ("source", "target")
+_SIDES = ("source", "target", "links")
 
 
 class Sequences(NamedTuple):
@@ -51,8 +51,9 @@ class Corpus:
 
     fingerprint: str
     """SHA-256 (hex) of the text and the settings. Empty if built from lists."""
-    sides: tuple[Sequences, Sequences]
-    """Source and target."""
+    sides: tuple[Sequences, ...]
+    """Source and target. If aligned, also the position of the source token that each target token
+    links to, counted from 1; 0: none."""
     num_read: int
     """Number of pairs before filtering."""
     sizes: Sequence[int] = ()
@@ -65,12 +66,12 @@ class Corpus:
 
     def lengths(self) -> np.ndarray:
         """Return source and target lengths, including EOS, as int32 [2, N]."""
-        return np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides])
+        return np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides[:2]])
 
     def read(self, side: int, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the concatenated tokens of ``pairs`` and their lengths.
 
-        ``side`` is 0 for the source and 1 for the target.
+        ``side`` is 0 for the source, 1 for the target and 2 for the links.
         """
         tokens, offsets = self.sides[side]
         starts = offsets[pairs]
@@ -143,12 +144,11 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         arrays, checksums = _mapped(folder, manifest["dtypes"])
         if manifest["checksums"] != checksums:
             return None
-        source, target = (
-            Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"]) for side in _SIDES
+        sides = tuple(
+            Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"])
+            for side in _SIDES[: len(arrays) // 2]
         )
-        return Corpus(
-            fingerprint, (source, target), manifest["num_read"], manifest.get("sizes", ())
-        )
+        return Corpus(fingerprint, sides, manifest["num_read"], manifest.get("sizes", ()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -185,20 +185,21 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path, token: str) ->
 
 def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
     """Tokenize and hash the text in one pass."""
-    dtypes = {f"{side}_offsets": "int64" for side in _SIDES}
-    dtypes |= {f"{side}_tokens": dtype.name for side, dtype in zip(_SIDES, job.dtypes())}
-    num_read, num_tokens = 0, dict.fromkeys(_SIDES, 0)
+    sides = _SIDES if text.config.alignments else _SIDES[:2]
+    dtypes = {f"{side}_offsets": "int64" for side in sides}
+    dtypes |= {f"{side}_tokens": dtype.name for side, dtype in zip(sides, job.dtypes())}
+    num_read, num_tokens = 0, dict.fromkeys(sides, 0)
     sizes: list[int] = []
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / name).open("wb")) for name in dtypes}
-        for side in _SIDES:
+        for side in sides:
             files[f"{side}_offsets"].write(np.zeros(1, np.int64).data)
         for part in text.parts or [text]:
             kept, read = 0, num_read
             # Closing it, even after an error, ends the worker processes.
-            for chunk in stack.enter_context(closing(tokenized(part.pairs(), job))):
+            for chunk in stack.enter_context(closing(tokenized(part.aligned_pairs(), job))):
                 num_read += chunk.num_read
-                for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
+                for side, (tokens, lengths) in zip(sides, chunk.sides):
                     files[f"{side}_tokens"].write(tokens.data)
                     ends = num_tokens[side] + np.cumsum(lengths, dtype=np.int64)
                     files[f"{side}_offsets"].write(ends.data)

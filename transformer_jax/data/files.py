@@ -66,17 +66,18 @@ def find_files(names: Iterable[tuple[str, ...]], root: str, kind: str) -> list[t
             files = [_parquet_files(sides[0].rstrip("/"), root)]
         counts = [len(each) for each in files]
         if len(set(counts)) > 1:
+            each = zip(("source", "target", "alignments"), sides, counts)
+            matches = (f"{side} {name!r} matches {count} file(s)" for side, name, count in each)
             raise UserError(
-                f"source {sides[0]!r} matches {counts[0]} file(s) and target {sides[1]!r} "
-                f"matches {counts[1]}; expected the same number, paired in sorted order. "
+                f"{' and '.join(matches)}; expected the same number, paired in sorted order. "
                 f"Relative names start from data.root = {root!r}."
             )
         found += zip(*files)
     for file in chain.from_iterable(found):
         if kind_of(file) != "file":
             raise UserError(
-                f"{str(file)!r} is not a file; expected a {kind} file as source or target of "
-                f"data.train, data.dev or data.test. Relative names start from data.root = "
-                f"{root!r}."
+                f"{str(file)!r} is not a file; expected a {kind} file as source or target (or "
+                "alignments) of data.train, data.dev or data.test. Relative names start from "
+                f"data.root = {root!r}."
             )
     return found

@@ -44,12 +44,17 @@ def load_batches(
 
 
 def abstract_batch(
-    shape: tuple[int, int, int], sharding: NamedSharding, *, packed: bool = False
+    shape: tuple[int, int, int],
+    sharding: NamedSharding,
+    *,
+    packed: bool = False,
+    aligned: bool = False,
 ) -> Batch:
     """Return an abstract batch of shape (B, S, T), for compilation."""
     B, S, T = shape
     source, target = (jax.ShapeDtypeStruct((B, L), np.int32, sharding=sharding) for L in (S, T))
-    return Batch(source, target, source, target) if packed else Batch(source, target)
+    segments = [source, target] if packed else []
+    return Batch(source, target, *segments)._replace(links_BT=target if aligned else None)
 
 
 def to_global_arrays(arrays: Any, like: Any) -> Any:

@@ -25,7 +25,8 @@ class Mix:
 
     def __init__(self, corpus: Corpus, config: PairsConfig) -> None:
         """Raise ``UserError`` if a weight is so small that epochs would be very long."""
-        self._corpus, self.read, sizes_C = corpus, corpus.read, np.array(corpus.sizes)
+        self._corpus, self.read, self.sides = corpus, corpus.read, corpus.sides
+        sizes_C = np.array(corpus.sizes)
         weights_C = np.array(config.weights or sizes_C ** (1 / config.temperature))
         epochs_C = sizes_C / weights_C  # length of an epoch with each pair of this part once
         slots_C = np.round(weights_C * epochs_C.max()).clip(sizes_C)

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,18 +42,25 @@ class ParallelText:
         self.config, self.root = config, root
         self.parts = [ParallelText(each, root) for each in config.parts]
         sides = [config.source, config.target] if config.kind == "text" else [config.source]
+        sides += [config.alignments] * bool(config.alignments)
         names = zip(*sides) if config.kind not in ("tfds", "none") and not self.parts else ()
         self.files = find_files(names, root, config.kind)
-        """(source, target) files of kind text; (file,) of kinds tsv, jsonl and parquet."""
+        """(source, target) files of kind text, with alignments if given; (file,) of other kinds."""
         self._fields = config.source_field or "1", config.target_field or "2"
         self.hashes: dict[AnyPath, str] = {}
         """SHA-256 of each file's content, set once the file has been read to its end."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield the (source, target) sentences in order. Raises ``UserError`` on invalid data."""
+        return ((source, target) for source, target, *_ in self.aligned_pairs())
+
+    def aligned_pairs(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the (source, target) sentences and, with ``config.alignments``, the links between
+        their words as a set of pairs of indices.
+        """
         config = self.config
         if self.parts:
-            return chain.from_iterable(part.pairs() for part in self.parts)
+            return chain.from_iterable(part.aligned_pairs() for part in self.parts)
         if config.kind in ("text", "none"):
             pairs = self._read_text()
         else:
@@ -64,8 +72,8 @@ class ParallelText:
             pairs = (_pair(*example, self._fields) for example in examples)
         tag = "".join(f"{tag} " for tag in config.tags if tag)
         return (
-            (tag * bool(source.strip()) + source, target)
-            for source, target in islice(pairs, config.limit)
+            (tag * bool(source.strip()) + source, *rest)
+            for source, *rest in islice(pairs, config.limit)
         )
 
     @property
@@ -77,7 +85,7 @@ class ParallelText:
         """
         config = self.config
         fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split]
-        fields += [config.limit, *config.tags]
+        fields += [config.limit, *config.tags, *["aligned"] * bool(config.alignments)]
         fields += [part.fingerprint for part in self.parts]
         if config.kind == "tfds":
             examples = self._tfds_examples()
@@ -89,22 +97,42 @@ class ParallelText:
             fields.append(self.hashes[file])
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
-    def _read_text(self) -> Iterator[tuple[str, str]]:
-        """Yield corresponding lines of source and target, one pair of files after another."""
+    def _read_text(self) -> Iterator[tuple[Any, ...]]:
+        """Yield corresponding lines of source and target, one pair of files after another, with
+        their alignments if given.
+        """
         for files in self.files:
             sides = [_decoded(_hashed(file, self.hashes), str(file)) for file in files]
-            for number, (source, target) in enumerate(zip_longest(*sides), 1):
-                if source is None or target is None:
+            for number, lines in enumerate(zip_longest(*sides), 1):
+                if None in lines:
                     counts = [
-                        number - (line is None) + sum(1 for _ in side)
-                        for line, side in zip((source, target), sides)
+                        f"{number - (line is None) + sum(1 for _ in side):,}"
+                        for line, side in zip(lines, sides)
                     ]
                     raise UserError(
-                        f"{str(files[0])!r} and {str(files[1])!r} have different numbers of lines "
-                        f"({counts[0]:,} and {counts[1]:,}). Parallel files must match line by "
-                        "line."
+                        f"{' and '.join(repr(str(file)) for file in files)} have different "
+                        f"numbers of lines ({' and '.join(counts)}). Parallel files must match "
+                        "line by line."
                     )
-                yield source, target
+                if len(lines) > 2:
+                    lines = (*lines[:2], self._links(f"{files[2]}, line {number}", *lines))
+                yield lines
+
+    def _links(self, place: str, *lines: str) -> set[tuple[int, int]]:
+        """Return the links in a line of alignments. A tag is one more source word."""
+        *sides, pharaoh = lines
+        counts, links = [len(side.split()) for side in sides], set()
+        for link in pharaoh.split():
+            pair = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", link)
+            i, j = map(int, pair.groups()) if pair else counts
+            if i >= counts[0] or j >= counts[1]:
+                raise UserError(
+                    f"{place}: link {short_repr(link)}; expected SOURCE-TARGET, two words counted "
+                    f"from 0, in lines of {counts[0]} and {counts[1]} words. Correct the line, or "
+                    "empty it for a pair without links."
+                )
+            links.add((i + any(self.config.tags), j))
+        return links
 
     def _read_lines(self, file: AnyPath) -> Iterator[_Example]:
         """Yield the lines of a TSV or JSONL file. The fields of TSV are numbered from 1."""

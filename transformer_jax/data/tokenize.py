@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,19 +29,20 @@ from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig
 from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.tokenization.words import token_links
 
 _FORMAT = 5  # part of the fingerprint; increase it if the arrays for the same input change
 _SAMPLING = "Algorithm 1"  # the same for sampled segmentations only
 _CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed
 
-Pairs = list[tuple[str, str]]
+Pairs = list[tuple[Any, ...]]  # source, target and, if the text is aligned, links of words
 Flat = tuple[np.ndarray, np.ndarray]
 
 
 class TokenizedChunk(NamedTuple):
     """Tokenized pairs of a chunk that pass the filters."""
 
-    sides: list[Flat]  # source and target
+    sides: list[Flat]  # source and target; if aligned, the source position of each target token
     num_read: int
 
 
@@ -68,8 +69,8 @@ class TokenizeJob:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def dtypes(self) -> list[np.dtype]:
-        """Return the dtypes of source and target tokens."""
-        sizes = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size
+        """Return the dtypes of source tokens, target tokens and links."""
+        sizes = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size, 2**31
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
     def tokenize(self, number: int, pairs: Pairs) -> TokenizedChunk:
@@ -78,17 +79,25 @@ class TokenizeJob:
         Each pair is repeated ``num_samples`` times, and each copy gets a newly drawn segmentation.
         """
         pairs = [pair for pair in pairs for _ in range(self.num_samples)]
-        sides = []
+        sides, encoded = [], []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
             digest = hashlib.sha256(repr((self.seed, number, i)).encode()).digest()
             seed = int.from_bytes(digest[:4], "little")
             lines = [pair[i] for pair in pairs]
             tokens = side.encode(lines, sampling=self.sampling, seed=seed)
             sides.append(flatten(tokens, self.dtypes()[i]))
+            encoded.append(tokens)
         lengths_2N = np.stack([lengths for _, lengths in sides])
         most = self.data.max_source_length, self.data.max_target_length
-        kept_N = np.array([bool(source.strip() and target.strip()) for source, target in pairs])
+        kept_N = np.array([all(line.strip() for line in pair[:2]) for pair in pairs])
         kept_N &= (lengths_2N > 1).all(0) & np.less_equal(lengths_2N.T, most).all(1)
+        if len(pairs[0]) > 2:
+            links = (
+                token_links(self.tokenizer, texts, ids, words)
+                for (*texts, words), ids in zip(pairs, zip(*encoded))
+            )
+            flat = np.fromiter(chain.from_iterable(links), np.int32, len(sides[1][0]))
+            sides.append((flat, lengths_2N[1]))
         sides = [(tokens[np.repeat(kept_N, lengths)], lengths[kept_N]) for tokens, lengths in sides]
         return TokenizedChunk(sides, len(pairs))
 
@@ -101,14 +110,14 @@ def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
     return np.fromiter(ended, dtype, int(lengths.sum(dtype=np.int64))), lengths
 
 
-def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, Pairs]]:
+def _chunks(pairs: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, Pairs]]:
     """Yield numbered chunks of ``_CHUNK_PAIRS`` pairs."""
     pairs = iter(pairs)
     return enumerate(iter(lambda: list(islice(pairs, _CHUNK_PAIRS)), []))
 
 
 def tokenized(
-    pairs: Iterable[tuple[str, str]], job: TokenizeJob
+    pairs: Iterable[tuple[Any, ...]], job: TokenizeJob
 ) -> Generator[TokenizedChunk, None, None]:
     """Tokenize pairs and yield the chunks in order. Uses workers if there are several."""
     chunks, workers = _chunks(pairs), job.data.workers or num_cores()

@@ -51,7 +51,7 @@ class Ensemble(nnx.Module):
         each = zip(self.models, hidden, strict=True)
         return _of_mean([model.logits(hidden_BTD) for model, hidden_BTD in each])
 
-    def cross_attention(self, source_BS: Array, target_BT: Array, layer: int) -> Array:
+    def cross_attention(self, source_BS: Array, target_BT: Array, layer: int | None) -> Array:
         """Return the mean of ``Transformer.cross_attention`` over the models."""
         each = [model.cross_attention(source_BS, target_BT, layer) for model in self.models]
         return jnp.stack(each).mean(axis=0)

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax.decoding.alignment import Alignment, token_words
+from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.decoding.records import Translation
 from transformer_jax.errors import short_repr
 from transformer_jax.tokenization.special_ids import UNK_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.tokenization.words import token_words
 
 logger = logging.getLogger(__name__)
 
@@ -241,8 +242,7 @@ class Line:
                 item.end = len(self.text + shown)
             elif not self.text and stack[-1].children and shown.startswith(" "):
                 stack[-1].children[-1].closing += " "
-            if taken and shown[:1].isalnum():
-                self.text += " "
+            self.text += " " * (taken and shown[:1].isalnum())
             taken = False
             self.text += shown if self.text[-1:].strip() else shown.lstrip()
         self.text = self.text.rstrip()

@@ -299,7 +299,7 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     return answers
 
 
-def _aligned(answers: Answers, aligner: Scorer, layer: int) -> Answers:
+def _aligned(answers: Answers, aligner: Scorer, layer: int | None) -> Answers:
     for block in blocks(answers, aligner.config.batch_size):  # attention weights are large
         pairs = [(record, t) for record, translations in block for t in translations]
         aligned = iter(aligner.align(pairs, layer=layer))

@@ -243,8 +243,9 @@ class Results(Section, prefix="--"):
     alignments: Literal["hard", "soft"] | None = None
     """hard: append pairs of source and target words, such as ` ||| 0-0 1-2`, to each translation.
     soft (JSONL): add a matrix over tokens."""
-    alignment_layer: int = -1
-    """Decoder layer whose cross-attention gives the alignment; -1 is the last layer."""
+    alignment_layer: int | None = None
+    """Decoder layer whose cross-attention, averaged over heads, gives the alignment: 0 is the first
+    layer, -1 the last. None: as model.alignment_layer says, by default the last layer."""
     token_scores: bool = False
     """JSONL: add each token and its log-probability."""
 

@@ -106,7 +106,7 @@ class Scorer:
         return translations
 
     def align(
-        self, pairs: Sequence[tuple[str | Request, Translation]], *, layer: int = -1
+        self, pairs: Sequence[tuple[str | Request, Translation]], *, layer: int | None = None
     ) -> list[Translation]:
         """Add an ``alignment`` to each translation, from a second pass with teacher forcing.
 
@@ -146,18 +146,18 @@ class Scorer:
         ]
 
     def align_tokens(
-        self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int = -1
+        self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int | None = None
     ) -> list[np.ndarray | None]:
         """Return each pair's soft alignment as float32 [T, S], with EOS last on both sides. Row t
         is the attention of target token t over the source. A pair that is too long gets None.
 
-        Weights are averaged over the heads of decoder layer ``layer`` (and over the models). Each
-        row sums to 1.
+        Weights are averaged over the heads of decoder layer ``layer`` (None: see
+        ``model.alignment_layer``) and over the models. Each row sums to 1.
 
         Raises:
             UserError: ``layer`` is out of range.
         """
-        if not -self._layers <= layer < self._layers:
+        if not -self._layers <= (layer or 0) < self._layers:
             raise UserError(
                 f"The alignment layer is {layer}; expected {-self._layers} to {self._layers - 1}, "
                 "one of the decoder's layers."
@@ -216,7 +216,7 @@ class Scorer:
         return _label_log_probs(model, hidden, target_BT)
 
     def _align_batch(
-        self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array, *, layer: int
+        self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array, *, layer: int | None
     ) -> jax.Array:
         logger.info(
             "Compiling the alignment function for %d pairs of up to %d tokens.", *source_BS.shape

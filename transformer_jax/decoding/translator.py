@@ -173,7 +173,7 @@ class Translator:
         self,
         documents: Iterable[Request],
         *,
-        layer: int = -1,
+        layer: int | None = None,
         protect: Sequence[str] = PLACEHOLDERS,
     ) -> Iterator[Translation]:
         """Translate HTML and XML documents (``Request.format``): the best translation of each.

@@ -1,9 +1,10 @@
-"""Embedding, feed-forward network, encoder layer and decoder layer (paper section 3)."""
+"""Embedding, feed-forward network, encoder and decoder (paper section 3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.matmul import activation_dtype, compute_dtype
 from transformer_jax.model.norms import Norm, Residual
-from transformer_jax.model.positions import sinusoidal_positions
+from transformer_jax.model.positions import RelativeBias, sinusoidal_positions
 from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
 
@@ -180,6 +181,7 @@ class _Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build attention, feed-forward network and residual connections from the config."""
+        self.remat = config.remat
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         if self.has_memory:
@@ -257,3 +259,67 @@ class DecoderLayer(_Layer):
         x_BTD = self.cross_attention_residual(x_BTD, attend_to_memory, dropout_key=keys)
         feed_forward = partial(self.feed_forward, dropout_key=keys)
         return self.feed_forward_residual(x_BTD, feed_forward, dropout_key=keys)
+
+
+class _Stack(nnx.Module):
+    """Stack of N layers with an optional final norm."""
+
+    output_scale = 1.0
+
+    def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
+        self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
+        self.final_norm = Norm(config) if config.has_final_norm else None
+        # One for each layer, one for all layers, or none.
+        biases = number if config.relative_bias == "layer" else 1
+        self.relative_biases = nnx.List(
+            RelativeBias(config, bidirectional=layer is EncoderLayer, rngs=rngs)
+            for _ in range(biases if config.positions == "relative" else 0)
+        )
+
+    @checked
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        *context: jax.Array | None,
+        dropout_key: DropoutKey = None,
+        caches: Sequence[LayerAttention] | None = None,
+    ) -> jax.Array:
+        """Apply all layers to [B, L, D]. Every layer gets the same ``context``."""
+        keys = as_keys(dropout_key)
+        if caches is None:
+            biases = [bias.square(x_BLD.shape[1]) for bias in self.relative_biases]
+        else:
+            cache = caches[0].cache
+            position_B, capacity = cache.position_B, cache.ancestors_BWT.shape[2]
+            biases = [bias.at(position_B, capacity) for bias in self.relative_biases]
+        for i, layer in enumerate(self.layers):
+            run = partial(layer, dropout_key=keys)
+            bias = biases[min(i, len(biases) - 1)] if biases else None
+            if caches is not None:
+                caches[i].bias_BHT = bias
+                run = partial(run, cache=caches[i])
+            elif bias is not None:
+                run = partial(run, bias_BHLL=bias)
+            remat = layer.remat and caches is None
+            x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
+        if self.final_norm is not None:
+            x_BLD = self.final_norm(x_BLD)
+        return x_BLD if self.output_scale == 1 else x_BLD * self.output_scale
+
+
+class Encoder(_Stack):
+    """Stack of encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        """Build ``num_layers`` encoder layers and the optional final norm."""
+        super().__init__(EncoderLayer, config.num_layers, config, rngs)
+
+
+class Decoder(_Stack):
+    """Stack of decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        """Build ``decoder_layers`` decoder layers and the optional final norm."""
+        super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
+        if config.output_scale:
+            self.output_scale = config.d_model**-0.5

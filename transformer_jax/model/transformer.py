@@ -1,9 +1,9 @@
-"""Encoder, decoder and complete Transformer (paper section 3.1), for training and decoding."""
+"""The complete Transformer (paper section 3.1), for training and decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -14,15 +14,9 @@ from transformer_jax.model.attention import Projection, attention_mask
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
-from transformer_jax.model.layers import (
-    DecoderLayer,
-    Embedding,
-    EncoderLayer,
-    embedding_matrix,
-)
+from transformer_jax.model.layers import Decoder, Embedding, Encoder, embedding_matrix
 from transformer_jax.model.matmul import compute_dtype, einsum, quantize
-from transformer_jax.model.norms import Norm
-from transformer_jax.model.positions import RelativeBias, segment_positions
+from transformer_jax.model.positions import segment_positions
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 from transformer_jax.tokenization.special_ids import PAD_ID, SPECIAL_IDS
@@ -38,70 +32,6 @@ class AttentionWeights(NamedTuple):
     encoder: tuple[jax.Array, ...]  # [B, H, S, S] each
     decoder: tuple[jax.Array, ...]  # [B, H, T, T] each: self-attention
     cross: tuple[jax.Array, ...]  # [B, H, T, S] each: cross-attention
-
-
-class _Stack(nnx.Module):
-    """Stack of N layers with an optional final norm."""
-
-    output_scale = 1.0
-
-    def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
-        self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
-        self.final_norm = Norm(config) if config.has_final_norm else None
-        # One for each layer, one for all layers, or none.
-        biases = number if config.relative_bias == "layer" else 1
-        self.relative_biases = nnx.List(
-            RelativeBias(config, bidirectional=layer is EncoderLayer, rngs=rngs)
-            for _ in range(biases if config.positions == "relative" else 0)
-        )
-        self.remat = config.remat
-
-    @checked
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        *context: jax.Array | None,
-        dropout_key: DropoutKey = None,
-        caches: Sequence[LayerAttention] | None = None,
-    ) -> jax.Array:
-        """Apply all layers to [B, L, D]. Every layer gets the same ``context``."""
-        remat, keys = self.remat and caches is None, as_keys(dropout_key)
-        if caches is None:
-            biases = [bias.square(x_BLD.shape[1]) for bias in self.relative_biases]
-        else:
-            cache = caches[0].cache
-            position_B, capacity = cache.position_B, cache.ancestors_BWT.shape[2]
-            biases = [bias.at(position_B, capacity) for bias in self.relative_biases]
-        for i, layer in enumerate(self.layers):
-            run = partial(layer, dropout_key=keys)
-            bias = biases[min(i, len(biases) - 1)] if biases else None
-            if caches is not None:
-                caches[i].bias_BHT = bias
-                run = partial(run, cache=caches[i])
-            elif bias is not None:
-                run = partial(run, bias_BHLL=bias)
-            x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
-        if self.final_norm is not None:
-            x_BLD = self.final_norm(x_BLD)
-        return x_BLD if self.output_scale == 1 else x_BLD * self.output_scale
-
-
-class Encoder(_Stack):
-    """Stack of encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Build ``num_layers`` encoder layers and the optional final norm."""
-        super().__init__(EncoderLayer, config.num_layers, config, rngs)
-
-
-class Decoder(_Stack):
-    """Stack of decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Build ``decoder_layers`` decoder layers and the optional final norm."""
-        super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
-        if config.output_scale:
-            self.output_scale = config.d_model**-0.5
 
 
 class Transformer(nnx.Module):
@@ -229,9 +159,35 @@ class Transformer(nnx.Module):
             of("decoder", "cross_attention", target_BT),
         )
 
-    def cross_attention(self, source_BS: jax.Array, target_BT: jax.Array, layer: int) -> jax.Array:
-        """Compute a decoder layer's cross-attention weights [B, T, S], averaged over heads."""
-        return self.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
+    def cross_attention(
+        self, source_BS: jax.Array, target_BT: jax.Array, layer: int | None
+    ) -> jax.Array:
+        """Compute a decoder layer's cross-attention weights [B, T, S], averaged over heads. None:
+        the first head of ``alignment_layer``, if it is set, or the last layer.
+        """
+        cross, chosen = (
+            self.attention_weights(source_BS, target_BT).cross,
+            self.config.alignment_layer,
+        )
+        if layer is None and chosen is not None:
+            return cross[chosen][:, 0]
+        return cross[-1 if layer is None else layer].mean(axis=1)
+
+    def hidden_and_alignment(
+        self, *args: Any, aligned: bool, **options: Any
+    ) -> tuple[jax.Array, Any]:
+        """Compute ``hidden`` and, if ``aligned``, the weights [B, T, S] of the first
+        cross-attention head of ``alignment_layer``.
+        """
+        number = self.config.alignment_layer
+        if number is None or not aligned:
+            return self.hidden(*args, **options), None
+        model = nnx.clone(self)
+        layer = model.decoder.layers[number]
+        layer.remat, layer.cross_attention.sow_weights = False, True
+        hidden_BTD, sown = nnx.capture(model.hidden, nnx.Intermediate)(*args, **options)
+        [layer] = sown["decoder"]["layers"].values()
+        return hidden_BTD, layer["cross_attention"]["weights"][0][:, 0]
 
     @checked
     def encode(

@@ -116,6 +116,10 @@ class ModelConfig(Section, prefix="model."):
     """Dtype of matmuls and, on GPU and TPU, of activations between layers (mixed precision). auto:
     bfloat16 on GPU, TPU and CPUs with avx512_bf16, float32 on other CPUs. Parameters, softmax,
     norm statistics and the loss are always float32."""
+    alignment_layer: int | None = None
+    """Decoder layer whose first cross-attention head gives word alignments, and learns them with
+    training.guided_alignment: 0 is the first layer, -1 the last. None: the mean over all heads of
+    the last layer."""
     remat: bool = False
     """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
     memory at the cost of about a third more computation."""
@@ -138,6 +142,8 @@ class ModelConfig(Section, prefix="model."):
             "'target' or 'none' when source and target have separate vocabularies",
         )
         relative, half = self.positions == "relative", self.relative_buckets // 2
+        layer, layers = self.alignment_layer or 0, self.decoder_layers
+        yield "alignment_layer", -layers <= layer < layers, f"-{layers} to {layers - 1}, or None"
         yield "relative_buckets", not relative or half >= 2, "at least 4"
         yield (
             "relative_distance",
@@ -278,6 +284,10 @@ class PairsConfig(Section):
     tags: tuple[str, ...] = ()
     """Tag in front of each source line, such as <2de>: one for each item of source ('': no tag).
     Tags must be symbols of the tokenizer (tokenizer.user_defined_symbols)."""
+    alignments: tuple[str, ...] = ()
+    """Training, text: files with the word alignments of each pair, one for each item of source, in
+    Pharaoh format: a line such as 0-0 1-2 links words of the source and the target line. Words are
+    separated by white space and counted from 0."""
     weights: tuple[PositiveFloat, ...] = ()
     """Training: mix of corpora, one weight for each item of source. The pairs of an item are this
     share, relative to the sum of the weights, of the pairs in every epoch."""
@@ -309,9 +319,10 @@ class PairsConfig(Section):
                 f"the name of a field for kind {self.kind!r}",
             )
         items = len(self.source)
-        for name in ("tags", "weights"):
+        for name in ("tags", "weights", "alignments"):
             fits = len(getattr(self, name)) in (0, items)
             yield name, fits, f"one for each of the {items} items of source"
+        yield "alignments", self.kind == "text" or not self.alignments, "no files, except for text"
         yield (
             "temperature",
             self.temperature == 1 or (self.temperature > 1 and not self.weights),
@@ -328,7 +339,7 @@ class PairsConfig(Section):
         """The items of source, if there are several and they are not simply one corpus."""
         if len(self.source) < 2 or not (self.tags or self.weights or self.temperature != 1):
             return []
-        lists = {name: getattr(self, name) for name in ("source", "target", "tags")}
+        lists = {name: getattr(self, name) for name in ("source", "target", "tags", "alignments")}
         return [
             replace(
                 self, weights=(), temperature=1.0, **{k: v[i : i + 1] for k, v in lists.items()}
@@ -431,6 +442,9 @@ class TrainingConfig(Section, prefix="training."):
     """Weight alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice, with
     different dropout masks, and the loss penalizes differences between the two predictions. Doubles
     the cost of a step. 5 is typical for small corpora; 0: off."""
+    guided_alignment: NonNegative = 0.0
+    """Guided alignment: weight of the cross-entropy between the word alignments in
+    data.train.alignments and the attention of one head (model.alignment_layer); 0: off."""
     log_every: Positive = 50
     """Number of steps between entries in metrics.jsonl and TensorBoard."""
     eval_every: Positive = 1000
@@ -596,7 +610,21 @@ class Config(Section):
             model.positions != "learned" or model.max_positions >= longest,
             f"at least {longest}, the larger of data.max_source_length and data.max_target_length",
         )
+        weight, aligned = self.training.guided_alignment, bool(self.data.train.alignments)
+        expected = "more than 0 with" if aligned else "0 without"
+        yield (
+            "training.guided_alignment",
+            bool(weight) == aligned,
+            f"{expected} data.train.alignments",
+        )
+        yield (
+            "model.alignment_layer",
+            not weight or model.alignment_layer is not None,
+            "a decoder layer to train with training.guided_alignment, such as -1",
+        )
         known = {"", *self.tokenizer.user_defined_symbols}
         for name in ("train", "dev", "test"):
             fits = known.issuperset(getattr(self.data, name).tags)
             yield f"data.{name}.tags", fits, "items from tokenizer.user_defined_symbols"
+            training = name == "train" or not getattr(self.data, name).alignments
+            yield f"data.{name}.alignments", training, "no files; only training uses alignments"

@@ -35,7 +35,7 @@ class CompileAhead:
 
     def __init__(self, run: Prepared):
         mesh, device = run.mesh, run.mesh.local_devices[0]
-        self._functions, self._packed = run.functions, run.plan.packed
+        self._functions, self._plan = run.functions, run.plan
         self._rows, self._memory = batch_sharding(mesh), memory_limit(device)
         self._on_gpu = device.platform == "gpu"
         # Autotuning waits for an idle GPU, and a step's collectives wait for other GPUs and
@@ -94,7 +94,8 @@ class CompileAhead:
         train_step, state = self._functions.train_step, self._functions.abstract_state
         try:
             with self._tracing:
-                batch = abstract_batch(shape, self._rows, packed=self._packed)
+                plan = self._plan
+                batch = abstract_batch(shape, self._rows, packed=plan.packed, aligned=plan.aligned)
                 lowered = train_step.lower(state, batch)
             step = lowered.compile()
         except jax.errors.JaxRuntimeError as error:

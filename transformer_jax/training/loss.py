@@ -1,4 +1,6 @@
-"""Label-smoothed cross-entropy, computed in chunks to avoid storing all logits, and R-Drop."""
+"""Label-smoothed cross-entropy, computed in chunks to avoid storing all logits; R-Drop; guided
+alignment.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from transformer_jax.tokenization.special_ids import PAD_ID
 class LossSums(NamedTuple):
     """Sums over real target tokens, float32 scalars. Divide by ``tokens`` for means."""
 
-    loss: jax.Array  # objective: label-smoothed cross-entropy plus R-Drop's divergence, nats
+    loss: jax.Array  # objective: label-smoothed cross-entropy, R-Drop and guided alignment, nats
     nll: jax.Array  # negative log-likelihood, nats: exp(nll / tokens) is the perplexity
     correct: jax.Array  # number of tokens whose label has the highest logit
     tokens: jax.Array  # number of real target tokens
@@ -92,6 +94,19 @@ def smoothed_cross_entropy(
     dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
     settings = _Settings(label_smoothing, max_logits, dtype, mesh, r_drop, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
+
+
+@checked
+def alignment_cross_entropy(weights_BTS: jax.Array, links_BT: jax.Array) -> jax.Array:
+    """Return the sum of -log(weight) over the links (guided alignment, Garg et al. 2019).
+
+    Args:
+      weights_BTS: attention weights, float32.
+      links_BT: source position, counted from 1, that each target token links to; 0: none.
+    """
+    linked_BTS = jax.nn.one_hot(links_BT - 1, weights_BTS.shape[2], dtype=bool)
+    # far below any weight that matters; the gradient of log(0) would be NaN
+    return -jnp.where(linked_BTS, jnp.log(jnp.maximum(weights_BTS, 1e-30)), 0).sum()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -21,6 +21,7 @@ _FREE_ON_RESUME = (
     "data.test.",
     "data.train.source",  # only file names; the contents are checked
     "data.train.target",
+    "data.train.alignments",
     "training.",  # except settings in _CHANGEABLE
 )
 
@@ -34,12 +35,14 @@ _CHANGEABLE = (
     "training.freeze",
     "training.label_smoothing",
     "training.r_drop",
+    "training.guided_alignment",
     "training.steps",
     "training.start_from",  # read only before the first step
     "model.dropout",
     "model.attention_dropout",
     "model.feed_forward_dropout",
     "model.remat",
+    "model.alignment_layer",
     "model.dtype",
 )
 

@@ -27,7 +27,7 @@ from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.tokenization.special_ids import PAD_ID
-from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
+from transformer_jax.training.loss import LossSums, alignment_cross_entropy, smoothed_cross_entropy
 from transformer_jax.training.optimizer import keep_frozen, learning_rate_schedule, make_optimizer
 
 Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_dict
@@ -84,6 +84,7 @@ class StepConfig(NamedTuple):
     label_smoothing: float
     r_drop: float
     freeze: tuple[str, ...] = ()
+    guided_alignment: float = 0.0
 
 
 class StepFunctions(NamedTuple):
@@ -104,7 +105,8 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     training, optimizer = config.training, config.optimizer
     steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
     rest = training.label_smoothing, training.r_drop, training.freeze
-    functions = shared_functions(StepConfig(config.model, optimizer, steps, *rest), mesh)
+    of_step = StepConfig(config.model, optimizer, steps, *rest, training.guided_alignment)
+    functions = shared_functions(of_step, mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
 
 
@@ -262,9 +264,10 @@ def loss_and_sums(
     # before XLA sums over devices. Otherwise, XLA would sum each gradient over devices separately.
     model = nnx.merge(graph, unshard_embeddings(parameters, mesh))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot shard
-        hidden_BTD = model.hidden(
+        hidden_BTD, weights_BTS = model.hidden_and_alignment(
             batch.source_BS,
             batch.target_BT,
+            aligned=batch.links_BT is not None,
             source_segments_BS=batch.source_segments_BS,
             target_segments_BT=batch.target_segments_BT,
             dropout_key=dropout_key,
@@ -278,6 +281,9 @@ def loss_and_sums(
         mesh=mesh,
         r_drop=r_drop,
     )
+    if batch.links_BT is not None:
+        links = alignment_cross_entropy(weights_BTS, batch.links_BT)
+        sums = sums._replace(loss=sums.loss + config.guided_alignment * links)
     if r_drop:
         sums = jax.tree.map(lambda x: x / 2, sums)
     return sums.loss, sums

@@ -1,0 +1,62 @@
+"""Alignment error rate (AER; Och and Ney, 2003) of the word alignments of given pairs of lines.
+
+    python decode.py --workdir W --input benchmarks/captions.en --score benchmarks/captions.de \
+        --alignments hard | python benchmarks/alignment_error.py --gold benchmarks/captions.links
+
+Reads Pharaoh lines, such as 0-0 1-2, or output lines of decode.py, which end with one. In the file
+of correct alignments, i-j is a sure link and i?j is a possible link: right, but not required.
+captions.* are 20 pairs in the style of Multi30k, written and aligned by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from transformer_jax import UserError, read_lines
+
+
+class Errors(NamedTuple):
+    """Alignment error rate, precision and recall of links, as fractions."""
+
+    rate: float
+    precision: float
+    recall: float
+
+
+def alignment_error(found: Iterable[str], gold: Iterable[str]) -> Errors:
+    """Compare lines of links with the correct ones. Raises ``UserError`` for different numbers of
+    lines.
+    """
+    found, gold = list(found), list(gold)
+    if len(found) != len(gold):
+        raise UserError(f"There are {len(found)} lines of links; expected {len(gold)}, as in gold.")
+    links = sure_links = right_sure = right = 0
+    for ours, correct in zip(found, gold):
+        given = set(ours.rpartition("|||")[2].split())
+        sure = {link for link in correct.split() if "-" in link}
+        possible = sure | {link.replace("?", "-") for link in correct.split()}
+        links, sure_links = links + len(given), sure_links + len(sure)
+        right_sure, right = right_sure + len(given & sure), right + len(given & possible)
+    rate = 1 - (right_sure + right) / max(1, links + sure_links)
+    return Errors(rate, right / max(1, links), right_sure / max(1, sure_links))
+
+
+def main(gold: str, links: str = "") -> None:
+    """``gold``: file of correct alignments. ``links``: file to compare; "": standard input."""
+    found = read_lines(links or sys.stdin.buffer)
+    errors = alignment_error(found, read_lines(gold))
+    print(
+        f"AER {errors.rate:.1%}, precision {errors.precision:.1%} of the links, recall "
+        f"{errors.recall:.1%} of the sure links"
+    )
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
