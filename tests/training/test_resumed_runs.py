@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,16 @@ def test_unsuitable_environments_are_errors_before_training(
 ) -> None:
     with pytest.raises(UserError, match="characters outside this locale's encoding.*PYTHONUTF8=1"):
         train(tiny(), tmp_path / "caf\udcc3\udca9", devices=ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.resource, "getrlimit", lambda _: (20, 20))
+        with pytest.raises(UserError, match=r"open files is 20; expected .* \(ulimit -n 256\)"):
+            train(tiny(), tmp_path / "run", devices=ONE)
+    limits = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_AS: 1_500_000 * 1024}
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.resource, "getrlimit", lambda limit: (limits[limit], -1))
+        message = r"address space \(KiB\) is 1500000; expected .* \(ulimit -v unlimited\)"
+        with pytest.raises(UserError, match=message):
+            train(tiny(), tmp_path / "run", devices=ONE)
     monkeypatch.setattr(workdir, "_TOKEN_SECONDS", 0.2)
     monkeypatch.setattr(workdir.Workdir, "claim", lambda self: setattr(self, "token", "another's"))
     with pytest.raises(UserError, match=r"is not shared by all processes.* \.token"):

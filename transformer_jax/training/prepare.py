@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import resource
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -61,6 +62,12 @@ log = logging.getLogger(__name__)
 Pairs = list[tuple[str, str]]
 Start = tuple[Any, Tokenizer]  # NumPy parameters and tokenizer of training.start_from
 
+# With less, Orbax, JAX and SentencePiece fail with unclear errors, or abort.
+_LIMITS = (
+    (resource.RLIMIT_NOFILE, 1, 256, "open files", "ulimit -n 256"),
+    (resource.RLIMIT_AS, 1024, 4_000_000, "address space (KiB)", "ulimit -v unlimited"),
+)
+
 
 @dataclass
 class Prepared:
@@ -97,6 +104,7 @@ def prepare(
         The config of an earlier run is not changed.
     """
     with raise_on_any_process():
+        _check_limits()
         mesh = make_mesh(config.mesh, devices)
         config = with_layout(config, mesh.devices.flat[0].platform)
         check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
@@ -128,6 +136,15 @@ def prepare(
         if is_first():  # push summary.json
             retry(run_dir.store, run_dir.push_files)
             run_dir.push_checkpoints()
+
+
+def _check_limits() -> None:
+    for limit, unit, least, name, command in _LIMITS:
+        found, _ = resource.getrlimit(limit)
+        if found != resource.RLIM_INFINITY and found < least * unit:
+            raise UserError(
+                f"The limit on {name} is {found // unit}; expected at least {least} ({command})."
+            )
 
 
 def build_files(
