@@ -42,7 +42,7 @@ def fake_run(*shapes: tuple[int, int, int], lower: Any = None) -> Any:
     step = SimpleNamespace(lower=lower or doubling)
     return SimpleNamespace(
         mesh=mesh,
-        plan=SimpleNamespace(packed=False, first_uses=lambda start, stop: shapes),
+        plan=SimpleNamespace(packed=False, aligned=False, first_uses=lambda start, stop: shapes),
         functions=SimpleNamespace(abstract_state=state, train_step=step),
         state=SimpleNamespace(step=0),
         config=SimpleNamespace(training=SimpleNamespace(steps=9)),
