@@ -142,3 +142,22 @@ def test_models_that_argos_translate_cannot_use_are_errors(
         shutil.rmtree(tmp_path / "model")
     # Back-translations with a tag, and other lines without.
     assert exported(joint, languages, **tagged("", "<BT>"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--format", "huggingface", "--quantization", "int8"],
+            "--quantization has no effect with --format huggingface; expected --format argos or ct",
+        ),
+        (
+            ["--format", "ctranslate2", "--sentence-model", "en.onnx"],
+            "--sentence-model has no effect with --format ctranslate2; expected --format argos.",
+        ),
+    ],
+)
+def test_flags_of_other_formats_are_errors(flags, message, tmp_path, capsys) -> None:
+    given = ["--workdir", str(tmp_path), "--output", str(tmp_path / "out"), *flags]
+    assert main(["export", *given]) == 2
+    assert message in capsys.readouterr().err

@@ -47,6 +47,15 @@ class Export:
                 f"--languages is {self.languages}; expected two codes and names, such as: "
                 "--languages en English de German"
             )
+        for name, value, formats in (
+            ("quantization", self.quantization != "float32", ("argos", "ctranslate2")),
+            ("sentence-model", self.sentence_model, ("argos",)),
+        ):
+            if value and self.format not in formats:
+                raise UserError(
+                    f"--{name} has no effect with --format {self.format}; expected --format "
+                    f"{' or '.join(formats)}."
+                )
         # Import late, so that flags are checked before JAX is loaded.
         from transformer_jax import load_model
         from transformer_jax.interop.ctranslate2 import export_ctranslate2, pack_argos
