@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import random_models
 from flax import nnx
-from random_models import WORDS, lines_of_words
+from random_models import WORDS, lines_of_words, train_tokenizer
 
 from transformer_jax.decoding import scoring
 from transformer_jax.decoding.ensemble import Ensemble
@@ -25,6 +25,11 @@ from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 LINES = lines_of_words(12)
 TARGETS = [line.upper() for line in reversed(LINES)]
 CONFIG = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(LINES)
 
 
 def make_model(tokenizer, seed=8, **settings):
