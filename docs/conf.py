@@ -52,12 +52,14 @@ PICTURE = re.compile(
 
 def setup(app: Sphinx) -> None:
     """Keep Napoleon from parsing the text before a colon in a field's first line as its type, by
-    adding an empty comment as the first line. Switch each <picture> with the site's theme.
+    adding an empty comment as the first line. Fields also have no emphasis (*) and no links (_), as
+    --help shows them. Switch each <picture> with the site's theme.
     """
 
     def add_line(_: Sphinx, kind: str, *rest: list[str]) -> None:
         if kind in ("attribute", "property", "data"):
-            rest[-1][:0] = ["..", ""]
+            escaped = [re.sub(r"\*|_(?=\s)", r"\\\g<0>", line) for line in rest[-1]]
+            rest[-1][:] = ["..", "", *escaped]
 
     def follow_theme(_: Sphinx, __: str, source: list[str]) -> None:
         source[0] = PICTURE.sub(r"![\3](\1){.only-dark} ![\3](\2){.only-light}", source[0])

@@ -685,3 +685,20 @@ def test_the_import_program_says_how_to_go_on(tmp_path, joint, make, capsys) -> 
         f"Fine-tune:  python train.py --config {workdir}/config.json "
         f"--training.start-from {workdir} --workdir NEW ...",
     ]
+
+
+@pytest.mark.parametrize("layer", [None, 0, -1])
+def test_alignments_of_ctranslate2_are_those_of_the_scorer(joint, make, tmp_path, layer) -> None:
+    """From all heads of the last layer, or from the head that learned them."""
+    config, model = make(joint, 3, alignment_layer=layer, num_decoder_layers=2)
+    translator = ctranslate2_of(export("ctranslate2", tmp_path / "model", config, model, joint))
+    sources = joint.source.encode(["One two three.", "four"])
+    found = translator.translate_batch(
+        [joint.source.tokens(ids) for ids in sources], return_attention=True, beam_size=1
+    )
+    pairs = [(s, joint.target.ids(each.hypotheses[0])) for s, each in zip(sources, found)]
+    scorer = Scorer(model, joint, config.decoding)
+    for each, weights_TS in zip(found, scorer.align_tokens(pairs)):
+        theirs_TS = np.array(each.attention[0])
+        expected_TS = weights_TS[: len(theirs_TS), :-1]  # they leave out EOS
+        np.testing.assert_allclose(theirs_TS, expected_TS, atol=1e-5)
