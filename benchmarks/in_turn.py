@@ -140,9 +140,15 @@ def parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def processor() -> str:
-    """Describe the processor: its name, and those of its instruction sets that matmuls use."""
+    """Describe the processor: its name, family and model, and those of its instruction sets that
+    matmuls use. A virtual machine may hide the generation from the name.
+    """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "CPU")
+    split = (line.partition(":") for line in lines)
+    fields = {field.strip(): value.strip() for field, _, value in split}
+    name = fields.get("model name", "CPU")
+    if "cpu family" in fields:
+        name += f", family {fields['cpu family']}, model {fields['model']}"
     wide = sorted(x for x in cpu_flags() if x.startswith(("avx2", "avx512", "avx_vnni", "amx")))
     return f"{name} ({', '.join(wide)})"
 
