@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import chex
 import jax
 import numpy as np
 from number_names import number_files
@@ -215,6 +216,17 @@ def final_state(config: Config, workdir: Path) -> Any:
     with prepare(config, workdir, devices=ONE) as run:
         assert run.checkpoints.steps()
         return jax.tree.map(np.asarray, run.state)
+
+
+def assert_same_runs(config: Config, folder: Path) -> Any:
+    """Compare the runs in ``folder``: ``whole`` and ``resumed`` have the same state, bit for bit,
+    and ``eight``, a run on eight devices, has the same losses. Returns the state.
+    """
+    whole, resumed = (final_state(config, folder / name) for name in ("whole", "resumed"))
+    chex.assert_trees_all_equal(whole, resumed)
+    losses = [[each["loss"] for each in entries(folder / name)] for name in ("whole", "eight")]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    return whole
 
 
 def wait_for(

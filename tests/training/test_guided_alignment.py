@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from number_names import number_names
-from runs import ONE, changed, entries, final_state, tiny
+from runs import ONE, assert_same_runs, changed, tiny
 
 from transformer_jax.data.batching import Batch
 from transformer_jax.data.loader import abstract_batch
@@ -213,10 +213,7 @@ def test_a_run_resumes_bit_exactly_and_has_the_same_losses_on_eight_devices(
     train(changed(config, training={"steps": 2}), tmp_path / "resumed", devices=ONE)
     train(config, tmp_path / "resumed", devices=ONE)
     train(changed(config, mesh=MeshConfig(2, 2, 2)), tmp_path / "eight")
-    states = [final_state(config, tmp_path / name) for name in ("whole", "resumed")]
-    chex.assert_trees_all_equal(*states)
-    losses = [[each["loss"] for each in entries(tmp_path / name)] for name in ("whole", "eight")]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert_same_runs(config, tmp_path)
     _, model, tokenizer = load_model(tmp_path / "whole")
     pair = [tokenizer.source.encode(["seven"])[0], tokenizer.target.encode(["sieben"])[0]]
     [found] = Scorer(model, tokenizer).align_tokens([tuple(pair)])  # the head that was trained

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import ONE, changed, entries, final_state, no_evaluation, tiny
+from runs import ONE, assert_same_runs, changed, no_evaluation, tiny
 
 from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import MeshConfig
@@ -64,9 +64,6 @@ def test_a_variant_resumes_on_one_or_eight_devices_and_loads(
     shutil.copytree(tmp_path / "resumed", tmp_path / "eight")
     train(config, tmp_path / "resumed", devices=ONE)
     train(changed(config, mesh=MeshConfig(2, 2, 2)), tmp_path / "eight")
-    states = [final_state(config, tmp_path / name) for name in ("whole", "resumed")]
-    chex.assert_trees_all_equal(*states)
-    losses = [[each["loss"] for each in entries(tmp_path / name)] for name in ("whole", "eight")]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    state = assert_same_runs(config, tmp_path)
     loaded = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "whole")[1], nnx.Param))
-    chex.assert_trees_all_equal(jax.tree.map(np.asarray, loaded), states[0].parameters)
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, loaded), state.parameters)
