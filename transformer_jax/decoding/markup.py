@@ -242,7 +242,8 @@ class Line:
                 item.end = len(self.text + shown)
             elif not self.text and stack[-1].children and shown.startswith(" "):
                 stack[-1].children[-1].closing += " "
-            self.text += " " * (taken and shown[:1].isalnum())
+            if taken and shown[:1].isalnum():
+                self.text += " "
             taken = False
             self.text += shown if self.text[-1:].strip() else shown.lstrip()
         self.text = self.text.rstrip()

@@ -185,8 +185,10 @@ class Translator:
 
         Raises the same errors as ``stream``.
         """
-        loaded = self.model, self.tokenizer, self.config
-        self._scorer = scorer = self._scorer or Scorer(*loaded, devices=self._devices)
+        scorer = self._scorer or Scorer(
+            self.model, self.tokenizer, self.config, devices=self._devices
+        )
+        self._scorer = scorer
         requests = list(map(Request.of, documents, count(1)))
         read = [
             Document(request.text, request.format, self.tokenizer, protect=protect)

@@ -38,7 +38,8 @@ def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], 
 def write_model_card(workdir: str, codes: tuple[str, ...], folder: Path) -> None:
     """Write README.md: language codes, and a finished run's test scores with their signatures."""
     run, rows = local_workdir(workdir), ""
-    if (summary := run / "model/../summary.json").exists():  # without model/, the scores are old
+    summary = run / "summary.json"
+    if (run / "model").is_dir() and summary.exists():  # without model/, the scores are old
         scores = json.loads(summary.read_text()).get("test", {})
         rows = "\n".join(f"- {name}: `{value}`" for name, value in scores.items())
     text = f"""---

@@ -104,9 +104,8 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     """
     training, optimizer = config.training, config.optimizer
     steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
-    rest = training.label_smoothing, training.r_drop, training.freeze
-    of_step = StepConfig(config.model, optimizer, steps, *rest, training.guided_alignment)
-    functions = shared_functions(of_step, mesh)
+    rest = training.label_smoothing, training.r_drop, training.freeze, training.guided_alignment
+    functions = shared_functions(StepConfig(config.model, optimizer, steps, *rest), mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
 
 
