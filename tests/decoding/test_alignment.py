@@ -68,6 +68,11 @@ def test_hard_alignments_join_words():
     assert Alignment(("</s>",), ("▁x", "</s>"), np.ones((2, 1)), [], [0]).hard() == ""
 
 
+def test_a_space_on_its_own_belongs_to_the_next_word():
+    tokens = ("▁", "a", "b", "▁", "x", "▁")
+    assert word_numbers(tokens, [("▁", "a", "b"), ("▁", "x")]) == [0, 0, 0, 1, 1, 1]
+
+
 def test_segments_in_chinese_are_one_word():
     tokens = ("▁我", "。", "</s>", "▁你", "▁x")
     assert word_numbers(tokens, [("▁我", "。", "你"), ("▁x",)]) == [0, 0, 0, 0, 1]

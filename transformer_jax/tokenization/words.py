@@ -34,7 +34,9 @@ def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[
     """
     ends = list(accumulate(map(_letters, words)))
     so_far = accumulate(_letters([token]) for token in tokens)
-    return [min(bisect_left(ends, max(1, end)), max(0, len(ends) - 1)) for end in so_far]
+    # A space on its own begins the next word.
+    marks = [end + (token == "▁") for token, end in zip(tokens, so_far)]
+    return [min(bisect_left(ends, max(1, end)), max(0, len(ends) - 1)) for end in marks]
 
 
 def _letters(tokens: Sequence[str]) -> int:
