@@ -14,7 +14,13 @@ from reference import against_reference
 from transformer_jax.devices.sharding import batch_sharding, make_mesh, replicated
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import MeshConfig
-from transformer_jax.training.loss import LossSums, _loss, _Pass, _Settings, smoothed_cross_entropy
+from transformer_jax.training.loss import (
+    LossSums,
+    TwoPasses,
+    _loss,
+    _Settings,
+    smoothed_cross_entropy,
+)
 
 B, T, D, V = 3, 7, 8, 19
 
@@ -127,7 +133,7 @@ def _plain_simcut(
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("max_logits", [1, 6 * B * V, 10**6])
 @pytest.mark.parametrize("name", ["r_drop", "simcut"])
-def test_r_drop_and_simcut_add_the_divergence_of_two_passes(max_logits: int, name: str) -> None:
+def test_r_drop_and_simcut_add_the_divergence_of_two_passes(max_logits: int, name: Any) -> None:
     """With SimCut, only the first pass counts in the other sums. Chunk sizes may or may not divide
     the number of positions.
     """
@@ -137,7 +143,9 @@ def test_r_drop_and_simcut_add_the_divergence_of_two_passes(max_logits: int, nam
     twice = np.repeat(target, 2, axis=0)
 
     def ours(h: jax.Array, m: jax.Array) -> jax.Array:
-        return smoothed_cross_entropy(h, m, twice, max_logits=max_logits, **{name: 3.0}).loss
+        return smoothed_cross_entropy(
+            h, m, twice, max_logits=max_logits, passes=TwoPasses(name, 3.0)
+        ).loss
 
     def plain(h: jax.Array, m: jax.Array) -> jax.Array:
         objective = _plain_r_drop if name == "r_drop" else _plain_simcut
@@ -151,18 +159,14 @@ def test_r_drop_and_simcut_add_the_divergence_of_two_passes(max_logits: int, nam
         if name == "simcut":
             first = smoothed_cross_entropy(h[::2], m, target, max_logits=max_logits)
             plain = jax.tree.map(lambda x: 2 * x, first)
-        added = smoothed_cross_entropy(h, m, twice, max_logits=max_logits, **{name: 3.0})
+        added = smoothed_cross_entropy(
+            h, m, twice, max_logits=max_logits, passes=TwoPasses(name, 3.0)
+        )
         return [added, plain]
 
     sums, without = both(side_by_side, matrix)
     np.testing.assert_allclose(sums[1:], without[1:], rtol=1e-6)
     assert sums.loss > without.loss + 1
-
-
-def test_r_drop_and_simcut_exclude_each_other() -> None:
-    hidden, matrix, target = _inputs()
-    with pytest.raises(UserError, match="r_drop is 3 and simcut is 2; expected one of them"):
-        smoothed_cross_entropy(hidden, matrix, target, r_drop=3.0, simcut=2.0)
 
 
 @pytest.mark.usefixtures("backend")
@@ -224,19 +228,21 @@ def test_tokens_that_a_bias_forbids(vocab_size: int) -> None:
 
 @pytest.mark.devices(8)
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("pairs", [{}, {"r_drop": 3.0}, {"simcut": 3.0}], ids=str)
-def test_rows_on_several_devices_change_nothing(pairs: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "passes", [None, TwoPasses("r_drop", 3.0), TwoPasses("simcut", 3.0)], ids=str
+)
+def test_rows_on_several_devices_change_nothing(passes: TwoPasses | None) -> None:
     """Devices communicate after the last chunk, not after each."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     hidden, matrix, bias = _normal(1, 8, T, D), _normal(2, V, D), _normal(3, V)
     target = _tokens(4, 8, T)
-    if pairs:
+    if passes:
         target[1::2] = target[::2]
 
     def value_and_gradient(mesh: Mesh | None) -> jax.stages.Wrapped:
         def loss(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
             return smoothed_cross_entropy(
-                h, m, target, max_logits=3 * V, bias_V=b, mesh=mesh, **pairs
+                h, m, target, max_logits=3 * V, bias_V=b, mesh=mesh, passes=passes
             ).loss
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
@@ -278,9 +284,9 @@ def test_devices_along_tensor_share_the_vocabulary(mesh: MeshConfig, vocab_size:
     target = _tokens(4, 8, 32, high=vocab_size)
     target[1::2] = target[::2]
 
-    def compiled(mesh: Mesh | None, pairs: dict[str, float]) -> tuple[Any, jax.stages.Compiled]:
+    def compiled(mesh: Mesh | None, passes: TwoPasses | None) -> tuple[Any, jax.stages.Compiled]:
         def loss(h: jax.Array, m: jax.Array, b: jax.Array, t: jax.Array) -> Any:
-            sums = smoothed_cross_entropy(h, m, t, bias_V=b, mesh=mesh, **pairs)
+            sums = smoothed_cross_entropy(h, m, t, bias_V=b, mesh=mesh, passes=passes)
             return sums.loss, sums
 
         inputs: Any = hidden, matrix, bias, target
@@ -290,9 +296,9 @@ def test_devices_along_tensor_share_the_vocabulary(mesh: MeshConfig, vocab_size:
         function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
         return inputs, function.lower(*inputs).compile()
 
-    for pairs in ({}, {"r_drop": 3.0}, {"simcut": 0.75}):  # equal weights of the divergence
-        inputs, alone = compiled(None, pairs)
-        spread, together = compiled(devices, pairs)
+    for passes in (None, TwoPasses("r_drop", 3.0), TwoPasses("simcut", 0.75)):
+        inputs, alone = compiled(None, passes)
+        spread, together = compiled(devices, passes)
         found, expected = together(*spread), alone(*inputs)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -345,6 +351,7 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float, backend: str) -> None:
     target = _tokens(5, 4, 9, high=vocab_size)
     target[1::2] = target[::2]
     real, tokens = target != 0, int((target != 0).sum())
+    passes = TwoPasses("r_drop", r_drop) if r_drop else None
 
     @jax.jit
     def exact_and_rounded(h: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -365,8 +372,7 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float, backend: str) -> None:
         return ((divergence - wanted * log_p).sum(axis=-1) * real).sum()
 
     def ours(h: jax.Array, m: jax.Array) -> tuple[jax.Array, LossSums]:
-        pairs = (_Pass(1, r_drop / 2),) * 2 if r_drop else None
-        settings = _Settings(0.1, 5 * 500, jnp.dtype(jnp.bfloat16), None, pairs, backend)
+        settings = _Settings(0.1, 5 * 500, jnp.dtype(jnp.bfloat16), None, passes, backend)
         sums = _loss(settings, target, (h, m, None))
         return sums.loss, sums
 
@@ -386,7 +392,7 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float, backend: str) -> None:
     assert int(sums.correct) == int(((label == rounded.max(axis=-1)) & real).sum())
     assert int(sums.tokens) == tokens
     # difference from exact logits
-    exact = jax.jit(lambda h, m: smoothed_cross_entropy(h, m, target, r_drop=r_drop))(
+    exact = jax.jit(lambda h, m: smoothed_cross_entropy(h, m, target, passes=passes))(
         hidden, matrix
     )
     assert abs(sums.nll - exact.nll) / tokens < 0.032
@@ -404,8 +410,9 @@ def _lowered(
     device: Sharding | None = None,
 ) -> jax.stages.Lowered:
     """The gradient with respect to both inputs, at the width of a base model."""
+    passes = TwoPasses("r_drop", r_drop) if r_drop else None
     of_loss = jax.grad(
-        lambda h, m, t: smoothed_cross_entropy(h, m, t, r_drop=r_drop).loss, argnums=(0, 1)
+        lambda h, m, t: smoothed_cross_entropy(h, m, t, passes=passes).loss, argnums=(0, 1)
     )
     hidden = jax.ShapeDtypeStruct((*tokens, 512), dtype, sharding=device)
     matrix = jax.ShapeDtypeStruct((vocab_size, 512), jnp.float32, sharding=device)

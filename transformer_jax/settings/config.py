@@ -396,9 +396,10 @@ class BatchConfig(Section, prefix="batch."):
 class OptimizerConfig(Section, prefix="optimizer."):
     """Optimizer and its learning-rate schedule (section 5.3)."""
 
-    name: Literal["adam", "adafactor"] = "adam"
-    """Adam (the paper) or Adafactor (T5), whose state is small. Its learning rate is relative to
-    each parameter's RMS: set peak_learning_rate to 0.01 as for T5, or to 0.001 to fine-tune."""
+    name: Literal["adam", "adafactor", "muon"] = "adam"
+    """Adam (the paper); Adafactor (T5), whose state is small and whose learning rate is relative to
+    each parameter's RMS: set peak_learning_rate to 0.01 as for T5, or to 0.001 to fine-tune; or
+    Muon for the matrices of layers, with Adam's learning rates, and Adam for the rest."""
     warmup_steps: Positive = 4000
     """Number of linear warm-up steps."""
     decay: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
@@ -407,11 +408,11 @@ class OptimizerConfig(Section, prefix="optimizer."):
     peak_learning_rate: PositiveFloat | None = None
     """Learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5."""
     beta1: Fraction = 0.9
-    """adam: decay rate for the first moment."""
+    """adam, muon: decay rate for Adam's first moment."""
     beta2: Fraction = 0.98
-    """adam: decay rate for the second moment."""
+    """adam, muon: decay rate for Adam's second moment."""
     epsilon: PositiveFloat = 1e-9
-    """adam: epsilon."""
+    """adam, muon: epsilon."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay on matrices (AdamW); 0: off."""
     clip_norm: NonNegative = 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
 from transformer_jax.model.matmul import einsum
-from transformer_jax.settings.checks import Fraction, NonNegative, checked
+from transformer_jax.settings.checks import Fraction, checked
 from transformer_jax.tokenization.special_ids import PAD_ID
 
 
@@ -31,11 +31,23 @@ class LossSums(NamedTuple):
     tokens: jax.Array  # number of real target tokens
 
 
-class _Pass(NamedTuple):
-    """What one of two passes through the model adds to the loss."""
+class TwoPasses(NamedTuple):
+    """Penalty alpha on the difference between two predictions p and q for each sentence pair.
 
-    cross_entropy: float  # weight of its cross-entropy and factor of the other sums
-    divergence: float  # weight of KL(its prediction, the other pass's prediction)
+    R-Drop (Liang et al. 2021, equation 4) adds their cross-entropies and alpha / 2 (KL(p, q) +
+    KL(q, p)). SimCut (Gao et al. 2022, equation 6) adds twice the cross-entropy of p and twice
+    alpha KL(p, q), so half of either sum is the loss of a pair.
+    """
+
+    method: Literal["r_drop", "simcut"]
+    alpha: float
+
+    @property
+    def weights(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Weights of the two cross-entropies, and of KL(p, q) and KL(q, p)."""
+        if self.method == "r_drop":
+            return (1, 1), (self.alpha / 2, self.alpha / 2)
+        return (2, 0), (2 * self.alpha, 0)
 
 
 class _Settings(NamedTuple):
@@ -43,7 +55,7 @@ class _Settings(NamedTuple):
     max_logits: int | None
     logits_dtype: jnp.dtype
     mesh: Mesh | None
-    pairs: tuple[_Pass, _Pass] | None
+    passes: TwoPasses | None
     backend: str
     vocab_shards: int = 1  # number of devices along ``tensor`` that shard the vocabulary
 
@@ -68,8 +80,7 @@ def smoothed_cross_entropy(
     max_logits: int | None = None,
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
-    r_drop: NonNegative = 0.0,
-    simcut: NonNegative = 0.0,
+    passes: TwoPasses | None = None,
 ) -> LossSums:
     """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
@@ -91,28 +102,16 @@ def smoothed_cross_entropy(
         the number of shards. Loss sums and gradients of matrix and bias are summed over these
         devices after the last chunk. ``tensor`` shards the vocabulary if its size divides V:
         each device computes its own logits, and communicates three numbers for each position.
-      r_drop: alpha of R-Drop (Liang et al. 2021, equation 4). Above 0, rows 2i and 2i + 1 must be
-        the same sentence pair with different dropout masks. ``loss`` then includes alpha / 2 (KL(p,
-        q) + KL(q, p)) for their predictions p and q.
-      simcut: alpha of SimCut (Gao et al. 2022, equation 6), not together with r_drop. As with
-        r_drop, but tokens are cut in row 2i + 1, and the sum of 2i and 2i + 1 is twice the
-        cross-entropy of row 2i plus alpha KL(p, q). The other sums are twice those of row 2i.
+      passes: R-Drop or SimCut. Rows 2i and 2i + 1 must be the same sentence pair with different
+        dropout masks and, for SimCut, with tokens cut in row 2i + 1. The other sums count each pass
+        as often as its cross-entropy counts.
 
     Raises:
-      UserError: the gradient of ``nll`` is requested, or r_drop and simcut are both above 0.
+      UserError: the gradient of ``nll`` is requested.
     """
-    if r_drop and simcut:
-        raise UserError(
-            f"r_drop is {r_drop:g} and simcut is {simcut:g}; expected one of them to be 0."
-        )
-    pairs = None
-    if r_drop:
-        pairs = _Pass(1, r_drop / 2), _Pass(1, r_drop / 2)
-    if simcut:
-        pairs = _Pass(2, 2 * simcut), _Pass(0, 0)
     backend = jax.default_backend()
     dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
-    settings = _Settings(label_smoothing, max_logits, dtype, mesh, pairs, backend)
+    settings = _Settings(label_smoothing, max_logits, dtype, mesh, passes, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
@@ -190,7 +189,7 @@ def _on_device(
     multiply = partial(einsum, dtype=hidden_BTD.dtype)
     # C chunks of L tokens. With two passes, the first half of a chunk holds tokens of the first
     # pass, and the second half holds the same tokens of the second pass.
-    passes = 2 if settings.pairs else 1
+    passes = 2 if settings.passes else 1
     rows, time = target_BT.shape
     count = rows // passes * time
     length = -(-count // _num_chunks(settings, target_BT.size, *matrix_VD.shape))
@@ -248,7 +247,7 @@ def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: i
     # Bytes per chunk: an eighth of all float32 logits, within limits. With two passes, the gradient
     # does not overwrite the logits.
     most = min(2**30, max(2**28, logits // 2))
-    held = logits * settings.logits_dtype.itemsize * (2 if settings.pairs else 1)
+    held = logits * settings.logits_dtype.itemsize * (2 if settings.passes else 1)
     return 2 ** (-(-held // most) - 1).bit_length()  # divides rows, a multiple of 8
 
 
@@ -275,12 +274,12 @@ def _from_logits(
     wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
     d_logits_LV = probs_LV - wanted_LV
     counted_L = real_L
-    if settings.pairs:
+    if settings.passes:
         # The barrier makes XLA recompute exponentials instead of storing them in twice the memory
         # of the logits.
         log_probs_LV = logits_LV - jax.lax.optimization_barrier(log_total_L)[:, None]
         kl_L, d_kl_LV = _divergence(settings, log_probs_LV, probs_LV)
-        weight_L = jnp.repeat(jnp.array([p.cross_entropy for p in settings.pairs]), len(kl_L) // 2)
+        weight_L = jnp.repeat(jnp.array(settings.passes.weights[0]), len(kl_L) // 2)
         loss_L = weight_L * loss_L + kl_L
         d_logits_LV = weight_L[:, None] * d_logits_LV + d_kl_LV
         counted_L = weight_L * real_L
@@ -337,8 +336,8 @@ def _divergence(
     The first half of the rows holds p and gives KL(p, q); the second half holds q and gives
     KL(q, p).
     """
-    assert settings.pairs is not None
-    weights_P11 = jnp.array([p.divergence for p in settings.pairs])[:, None, None]
+    assert settings.passes is not None
+    weights_P11 = jnp.array(settings.passes.weights[1])[:, None, None]
     log_probs_PLV = log_probs_LV.reshape(2, -1, log_probs_LV.shape[-1])
     probs_PLV = probs_LV.reshape(log_probs_PLV.shape)
     ratio_PLV = log_probs_PLV - log_probs_PLV[::-1]

@@ -1,4 +1,4 @@
-"""Adam with linear warm-up and inverse-square-root decay (paper section 5.3), and Adafactor."""
+"""Adam with linear warm-up and inverse-square-root decay (paper section 5.3), Adafactor, Muon."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
+from optax.contrib import MuonDimensionNumbers
 
 from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError, short_repr
@@ -54,10 +56,14 @@ def make_optimizer(
     The state has the same structure for all settings but ``name``, so a run can resume with
     different settings.
     """
-    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    optimizers = {
+        "adam": lambda: optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        "adafactor": _adafactor,
+        "muon": lambda: _muon(config),
+    }
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        adam if config.name == "adam" else _adafactor(),
+        optimizers[config.name](),
         optax.masked(
             optax.add_decayed_weights(config.weight_decay)
             if config.weight_decay
@@ -83,6 +89,32 @@ def _adafactor() -> optax.GradientTransformation:
         optax.GradientTransformation(lambda parameters: factored.init(_merged(parameters)), update),
         optax.clip_by_block_rms(1.0),
         optax.scale_by_param_block_rms(),
+    )
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Orthogonalize the momentum of each layer's matrices (Muon; Jordan et al. 2024), and use Adam
+    with Nesterov momentum for the other parameters.
+
+    Updates of matrices have an RMS of about 0.2, as Adam's have (Liu et al. 2025, equation 4).
+    """
+
+    def axes(path: tuple[Any, ...], x: jax.Array) -> MuonDimensionNumbers | None:
+        name = parameter_name(path)
+        if not name.endswith(".kernel"):
+            return None
+        inputs = x.ndim - 1 if name.endswith("output.kernel") else 1
+        return MuonDimensionNumbers(tuple(range(inputs)), tuple(range(inputs, x.ndim)))
+
+    return optax.contrib.muon(
+        -1.0,  # the schedule comes later and negates
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        eps=config.epsilon,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda parameters: jax.tree_util.tree_map_with_path(
+            axes, parameters
+        ),
     )
 
 

@@ -28,7 +28,12 @@ from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
-from transformer_jax.training.loss import LossSums, alignment_cross_entropy, smoothed_cross_entropy
+from transformer_jax.training.loss import (
+    LossSums,
+    TwoPasses,
+    alignment_cross_entropy,
+    smoothed_cross_entropy,
+)
 from transformer_jax.training.optimizer import keep_frozen, learning_rate_schedule, make_optimizer
 
 Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_dict
@@ -83,11 +88,10 @@ class StepConfig(NamedTuple):
     optimizer: OptimizerConfig
     steps: int  # end of a linear or cosine decay, otherwise 0
     label_smoothing: float
-    r_drop: float
+    passes: TwoPasses | None = None
+    simcut_rate: float = 0.0
     freeze: tuple[str, ...] = ()
     guided_alignment: float = 0.0
-    simcut: float = 0.0
-    simcut_rate: float = 0.0
 
 
 class StepFunctions(NamedTuple):
@@ -107,9 +111,21 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     """
     training, optimizer = config.training, config.optimizer
     steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
-    names = ("label_smoothing", "r_drop", "freeze", "guided_alignment", "simcut", "simcut_rate")
-    rest = {name: getattr(training, name) for name in names}
-    functions = shared_functions(StepConfig(config.model, optimizer, steps, **rest), mesh)
+    passes = None
+    if training.r_drop or training.simcut:
+        method: Any = "r_drop" if training.r_drop else "simcut"
+        passes = TwoPasses(method, training.r_drop or training.simcut)
+    settings = StepConfig(
+        config.model,
+        optimizer,
+        steps,
+        training.label_smoothing,
+        passes,
+        training.simcut_rate,
+        training.freeze,
+        training.guided_alignment,
+    )
+    functions = shared_functions(settings, mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
 
 
@@ -262,12 +278,11 @@ def loss_and_sums(
     """
     if config.freeze:  # so XLA does not compute their gradients
         parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
-    r_drop, simcut = (0.0, 0.0) if dropout_key is None else (config.r_drop, config.simcut)
+    passes = None if dropout_key is None else config.passes
     cut_BS = cut_BT = None
-    if r_drop or simcut:  # duplicate each row, for two dropout masks
+    if passes:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
-    if simcut:
-        assert dropout_key is not None
+    if dropout_key is not None and passes and passes.method == "simcut":
         dropout_key, *cut_keys = jax.random.split(dropout_key, 3)
         cut_BS, cut_BT = (
             cut_tokens(tokens_BL, config.simcut_rate, key)
@@ -294,13 +309,12 @@ def loss_and_sums(
         label_smoothing=config.label_smoothing,
         bias_V=model.output_bias_V,
         mesh=mesh,
-        r_drop=r_drop,
-        simcut=simcut,
+        passes=passes,
     )
     if batch.links_BT is not None:
         links = alignment_cross_entropy(weights_BTS, batch.links_BT)
         sums = sums._replace(loss=sums.loss + config.guided_alignment * links)
-    if r_drop or simcut:
+    if passes:
         sums = jax.tree.map(lambda x: x / 2, sums)
     return sums.loss, sums
 
