@@ -135,6 +135,14 @@ def test_every_field_has_a_docstring_for_help() -> None:
             "select_by is 'bleu'; expected 'loss', because training.bleu_sentences is 0",
         ),
         (lambda: TrainingConfig(r_drop=10**400), "training.r_drop is 1000.*00; expected a finite"),
+        (
+            lambda: TrainingConfig(r_drop=5.0, simcut=3.0),
+            "training.simcut is 3.0; expected 0, because training.r_drop is above 0",
+        ),
+        (
+            lambda: DecodingConfig(min_length=9, max_length=9),
+            "decoding.max_length is 9; expected more than decoding.min_length = 9, or None",
+        ),
         (lambda: MeshConfig(data=0), "mesh.data is 0; expected -1 or a positive number"),
         (
             lambda: ModelConfig(d_k=0),

@@ -1,9 +1,9 @@
 """Compare a run killed many times with SIGKILL to an undisturbed run. Too slow for the test suite.
 
-    python tests/training/check_kills.py [--kills 20] [--seed 0]
+    python tests/training/check_kills.py [--kills 20] [--seed 0] [--mix]
 
 Half of the kills wait for a save to be under way. The run resumes after each, and its end state,
-losses and steps must be those of the undisturbed run, bit for bit.
+losses and steps must be those of the undisturbed run, bit for bit. --mix: train on three corpora.
 """
 
 import argparse
@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import chex
-from runs import command, entries, final_state, saving, tiny
+from runs import changed, command, entries, final_state, saving, tiny
+from test_mixed_runs import mixed
 
 
 def main() -> None:
@@ -30,13 +31,15 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mix", action="store_true")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    config = tiny(
-        0.1, steps=40 * arguments.kills, eval_every=10**6, bleu_sentences=0, checkpoint_every=4
-    )
+    training = {"steps": 40 * arguments.kills, "eval_every": 10**6, "checkpoint_every": 4}
+    config = tiny(0.1, bleu_sentences=0, **training)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if arguments.mix:
+            config = changed(mixed(folder / "text", **training), model={"dropout": 0.1})
         workdirs = folder / "undisturbed", folder / "killed"
         assert command(workdirs[0], folder / "cache", config).wait() == 0
         in_a_save = 0
