@@ -190,6 +190,9 @@ def test_a_translation_is_at_most_max_extra_length_longer_than_its_source(tokeni
     lines = [line_of(tokenizer.source, count) for count in (3, 8)]
     found = Translator(model, tokenizer, config).stream(lines)
     assert [best.length for [best] in found] == [3 + 1 + 6, 8 + 1 + 6]
+    capped = dataclasses.replace(config, max_length=12)
+    found = Translator(model, tokenizer, capped).stream(lines)
+    assert [best.length for [best] in found] == [3 + 1 + 6, 12]
 
 
 def test_a_prefix_may_be_as_long_as_max_extra_length(translator, tokenizer):
@@ -199,6 +202,11 @@ def test_a_prefix_may_be_as_long_as_max_extra_length(translator, tokenizer):
         translator.check(Request("one", prefix=" ".join(words)))
     [[found]] = translator.stream([Request("one", prefix=" ".join(words[:6]))])
     assert found.text.startswith(" ".join(words[:6]))
+    capped = dataclasses.replace(CONFIG, max_length=4)
+    shorter = Translator(translator.model, tokenizer, capped)
+    assert len(shorter.check(Request("one", prefix=" ".join(words[:3])))) == 3
+    with pytest.raises(UserError, match="has 4 tokens; expected at most 3 .*max_length - 1"):
+        shorter.check(Request("one", prefix=" ".join(words[:4])))
 
 
 @pytest.mark.parametrize(("count", "is_repeated"), [(5, True), (6, False)])

@@ -26,11 +26,14 @@ LAST = 2**31 - 1
         (TrainingConfig, "patience", [0, LAST], [-1, LAST + 1]),
         (TrainingConfig, "label_smoothing", [0, 0.0, 0.999], [1.0, -1e-9]),
         (TrainingConfig, "r_drop", [0.0, 5, 1e38], [-1e-9, 1.1e38, float("nan")]),
+        (TrainingConfig, "simcut", [0.0, 3, 1e38], [-1e-9, 1.1e38, float("nan")]),
+        (TrainingConfig, "simcut_rate", [0.0, 0.05, 0.999], [-1e-9, 1.0, float("nan")]),
         (TrainingConfig, "average", ["auto", 1, 5], ["all", 0, 6]),  # 5 are kept
         (ModelConfig, "norm_epsilon", [1e-38, 1], [0.0, -1.0, float("inf")]),
         (DecodingConfig, "patience", [None, 1e-9, 1, 1e38], [0.0, -1.0, float("nan"), "none"]),
         (DecodingConfig, "top_p", [1e-9, 1.0], [0.0, 1.0001]),
         (DecodingConfig, "max_extra_length", [1, 2**16], [0, 2**16 + 1]),
+        (DecodingConfig, "max_length", [None, 1, 2**16], [0, 2**16 + 1]),
         (DecodingConfig, "max_source_length", [3, 2**16], [2, 2**16 + 1]),
         (DecodingConfig, "min_length", [0, 50], [51, -1]),  # max_extra_length is 50
         (OptimizerConfig, "peak_learning_rate", [None, 1e-9], [0.0, "none"]),

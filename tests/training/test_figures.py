@@ -235,7 +235,7 @@ FREE = (
     ),  # and their fields: the text is compared
 )
 WITH_FLAG = (
-    *("batch.", "optimizer.", "training.label_smoothing", "training.r_drop"),
+    *("batch.", "optimizer.", "training.label_smoothing", "training.r_drop", "training.simcut"),
     *("training.start_from", "model.dropout", "model.attention_dropout"),
     *("model.feed_forward_dropout", "model.remat", "model.dtype", "training.freeze"),
     *("data.train.weights", "data.train.temperature"),
@@ -408,7 +408,7 @@ def test_defaults_are_the_documented_ones() -> None:
     adam = optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.warmup_steps
     assert adam == (0.9, 0.98, 1e-9, 4000) and optimizer.accumulate_steps == 1
     off = optimizer.weight_decay, optimizer.clip_norm, optimizer.ema_decay, training.r_drop
-    assert off == (0, 0, 0, 0)
+    assert off == (0, 0, 0, 0) and (training.simcut, training.simcut_rate) == (0, 0.05)
     assert (training.log_every, training.eval_every, training.checkpoint_every) == (50, 1000, 1000)
     assert (training.keep_checkpoints, training.average) == (5, "auto")
     assert (training.bleu_sentences, training.bleu_tokenize) == (1000, "13a")

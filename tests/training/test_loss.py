@@ -14,7 +14,7 @@ from reference import against_reference
 from transformer_jax.devices.sharding import batch_sharding, make_mesh, replicated
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import MeshConfig
-from transformer_jax.training.loss import LossSums, _loss, _Settings, smoothed_cross_entropy
+from transformer_jax.training.loss import LossSums, _loss, _Pass, _Settings, smoothed_cross_entropy
 
 B, T, D, V = 3, 7, 8, 19
 
@@ -116,33 +116,53 @@ def _plain_r_drop(
     )
 
 
+def _plain_simcut(
+    hidden: jax.Array, matrix: jax.Array, target: jax.Array, alpha: float
+) -> jax.Array:
+    log_p, log_q = jax.nn.log_softmax(jnp.einsum("PBTD,VD->PBTV", hidden, matrix))
+    kl_pq = (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    return 2 * (_plain(hidden[0], matrix, target, 0.1) + alpha * (kl_pq * (target != 0)).sum())
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("max_logits", [1, 6 * B * V, 10**6])
-def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
-    """The other sums do not change. Chunk sizes may divide the number of positions or not."""
+@pytest.mark.parametrize("name", ["r_drop", "simcut"])
+def test_r_drop_and_simcut_add_the_divergence_of_two_passes(max_logits: int, name: str) -> None:
+    """With SimCut, only the first pass counts in the other sums. Chunk sizes may or may not divide
+    the number of positions.
+    """
     first, matrix, target = _inputs()
     second = np.asarray(first) + 0.3 * np.asarray(_normal(5, *first.shape))
     side_by_side = np.stack([first, second], axis=1).reshape(2 * B, T, D)
     twice = np.repeat(target, 2, axis=0)
 
     def ours(h: jax.Array, m: jax.Array) -> jax.Array:
-        return smoothed_cross_entropy(h, m, twice, max_logits=max_logits, r_drop=3.0).loss
+        return smoothed_cross_entropy(h, m, twice, max_logits=max_logits, **{name: 3.0}).loss
 
     def plain(h: jax.Array, m: jax.Array) -> jax.Array:
-        return _plain_r_drop(h.reshape(B, 2, T, D).swapaxes(0, 1), m, target, 3.0)
+        objective = _plain_r_drop if name == "r_drop" else _plain_simcut
+        return objective(h.reshape(B, 2, T, D).swapaxes(0, 1), m, target, 3.0)
 
     against_plain(ours, plain, (side_by_side, matrix))
 
     @jax.jit
     def both(h: jax.Array, m: jax.Array) -> list[LossSums]:
-        return [
-            smoothed_cross_entropy(h, m, twice, max_logits=max_logits, r_drop=r_drop)
-            for r_drop in (3.0, 0.0)
-        ]
+        plain = smoothed_cross_entropy(h, m, twice, max_logits=max_logits)
+        if name == "simcut":
+            first = smoothed_cross_entropy(h[::2], m, target, max_logits=max_logits)
+            plain = jax.tree.map(lambda x: 2 * x, first)
+        added = smoothed_cross_entropy(h, m, twice, max_logits=max_logits, **{name: 3.0})
+        return [added, plain]
 
     sums, without = both(side_by_side, matrix)
     np.testing.assert_allclose(sums[1:], without[1:], rtol=1e-6)
     assert sums.loss > without.loss + 1
+
+
+def test_r_drop_and_simcut_exclude_each_other() -> None:
+    hidden, matrix, target = _inputs()
+    with pytest.raises(UserError, match="r_drop is 3 and simcut is 2; expected one of them"):
+        smoothed_cross_entropy(hidden, matrix, target, r_drop=3.0, simcut=2.0)
 
 
 @pytest.mark.usefixtures("backend")
@@ -204,19 +224,19 @@ def test_tokens_that_a_bias_forbids(vocab_size: int) -> None:
 
 @pytest.mark.devices(8)
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("r_drop", [0.0, 3.0])
-def test_rows_on_several_devices_change_nothing(r_drop: float) -> None:
+@pytest.mark.parametrize("pairs", [{}, {"r_drop": 3.0}, {"simcut": 3.0}], ids=str)
+def test_rows_on_several_devices_change_nothing(pairs: dict[str, float]) -> None:
     """Devices communicate after the last chunk, not after each."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     hidden, matrix, bias = _normal(1, 8, T, D), _normal(2, V, D), _normal(3, V)
     target = _tokens(4, 8, T)
-    if r_drop:
+    if pairs:
         target[1::2] = target[::2]
 
     def value_and_gradient(mesh: Mesh | None) -> jax.stages.Wrapped:
         def loss(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
             return smoothed_cross_entropy(
-                h, m, target, max_logits=3 * V, bias_V=b, mesh=mesh, r_drop=r_drop
+                h, m, target, max_logits=3 * V, bias_V=b, mesh=mesh, **pairs
             ).loss
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
@@ -258,9 +278,9 @@ def test_devices_along_tensor_share_the_vocabulary(mesh: MeshConfig, vocab_size:
     target = _tokens(4, 8, 32, high=vocab_size)
     target[1::2] = target[::2]
 
-    def compiled(mesh: Mesh | None, r_drop: float) -> tuple[Any, jax.stages.Compiled]:
+    def compiled(mesh: Mesh | None, pairs: dict[str, float]) -> tuple[Any, jax.stages.Compiled]:
         def loss(h: jax.Array, m: jax.Array, b: jax.Array, t: jax.Array) -> Any:
-            sums = smoothed_cross_entropy(h, m, t, bias_V=b, mesh=mesh, r_drop=r_drop)
+            sums = smoothed_cross_entropy(h, m, t, bias_V=b, mesh=mesh, **pairs)
             return sums.loss, sums
 
         inputs: Any = hidden, matrix, bias, target
@@ -270,9 +290,9 @@ def test_devices_along_tensor_share_the_vocabulary(mesh: MeshConfig, vocab_size:
         function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
         return inputs, function.lower(*inputs).compile()
 
-    for r_drop in (0.0, 3.0):
-        inputs, alone = compiled(None, r_drop)
-        spread, together = compiled(devices, r_drop)
+    for pairs in ({}, {"r_drop": 3.0}, {"simcut": 0.75}):  # equal weights of the divergence
+        inputs, alone = compiled(None, pairs)
+        spread, together = compiled(devices, pairs)
         found, expected = together(*spread), alone(*inputs)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -345,7 +365,8 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float, backend: str) -> None:
         return ((divergence - wanted * log_p).sum(axis=-1) * real).sum()
 
     def ours(h: jax.Array, m: jax.Array) -> tuple[jax.Array, LossSums]:
-        settings = _Settings(0.1, 5 * 500, jnp.dtype(jnp.bfloat16), None, r_drop, backend)
+        pairs = (_Pass(1, r_drop / 2),) * 2 if r_drop else None
+        settings = _Settings(0.1, 5 * 500, jnp.dtype(jnp.bfloat16), None, pairs, backend)
         sums = _loss(settings, target, (h, m, None))
         return sums.loss, sums
 

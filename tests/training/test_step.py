@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from runs import ONE, changed
 
@@ -28,6 +29,7 @@ from transformer_jax.settings.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 from transformer_jax.training import step as step_module
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -424,6 +426,54 @@ def test_r_drop_penalizes_the_divergence_between_two_dropout_masks() -> None:
     assert int(strong[0].sums.tokens) == (batch().target_BT > 0).sum()
     np.testing.assert_allclose(divergence(strong[0]), 10 * divergence(weak[0]), rtol=1e-4)
     assert divergence(strong[-1]) < 0.5 * 10 * divergence(weak[-1])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_simcut_adds_the_divergence_from_a_pass_with_cut_tokens(packed: bool) -> None:
+    """Equation 6 of Gao et al. (2022). EOS and the decoder's start are never cut."""
+    inputs = batch()
+    source, target = inputs.source_BS.copy(), inputs.target_BT.copy()
+    source[:, [2, 6]] = target[:, [2, 5]] = EOS_ID
+    inputs = Batch(source, target)
+    if packed:  # rows of two sentences
+        segments = [np.repeat([[1] * 3 + [2] * 4], len(source), axis=0)[:, :n] for n in (7, 6)]
+        inputs = Batch(source, target, *segments)
+    run = step_functions(changed(CONFIG, training={"simcut": 3.0, "simcut_rate": 0.4}))
+    state = start(run)
+    model = nnx.merge(run.graph, jax.tree.map(jnp.copy, state.parameters))
+    plain = step_functions(CONFIG)
+    without = plain.eval_step(state.parameters, inputs)
+    dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
+    found = run.train_step(state, inputs)[1].sums
+
+    def log_probs(source: np.ndarray, target: np.ndarray) -> jax.Array:
+        segments = inputs.source_segments_BS, inputs.target_segments_BT
+        options = dict(zip(("source_segments_BS", "target_segments_BT"), segments, strict=True))
+        return jax.nn.log_softmax(model(source, target, **options)[..., :24])
+
+    log_p = log_probs(source, target)
+    # a 25th token, whose embedding is zero
+    matrix = model.target_embedding.matrix
+    model.target_embedding.matrix = nnx.Param(jnp.pad(matrix[...], ((0, 1), (0, 0))))
+    cut = []
+    for tokens, key in zip((source, target), jax.random.split(dropout_key, 3)[1:], strict=True):
+        chosen = np.asarray(step_module.cut_tokens(np.repeat(tokens, 2, axis=0), 0.4, key))
+        assert not chosen[::2].any() and not chosen[1::2][tokens == EOS_ID].any()
+        assert 0.25 < chosen[1::2][tokens != EOS_ID].mean() < 0.55
+        cut.append(np.where(chosen[1::2], 24, tokens))
+    log_q = log_probs(*cut)
+    divergence = ((jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1) * (target != PAD_ID)).sum()
+    assert divergence > 0.01 * found.tokens
+    np.testing.assert_allclose(found.loss, without.loss + 3 * divergence, rtol=1e-5)
+    np.testing.assert_allclose(found[1:], without[1:], rtol=1e-6)
+
+
+def test_simcut_without_cuts_or_dropout_is_plain_training() -> None:
+    """And with both, two devices give the same as one."""
+    config = changed(CONFIG, training={"simcut": 3.0, "simcut_rate": 0.0})
+    np.testing.assert_allclose(losses(config, 1)[0], losses(CONFIG, 1)[0], rtol=1e-5)
+    cutting = changed(DROPPING, training={"simcut": 3.0})
+    np.testing.assert_allclose(losses(cutting, 2)[0], losses(cutting, 1)[0], rtol=1e-5)
 
 
 def test_schedule_is_equation_3_with_steps_from_1() -> None:

@@ -59,11 +59,11 @@ class _Search(NamedTuple):
     graph: nnx.GraphDef[Any]
     method: Method
     max_extra_length: int
-    position_limit: int
+    max_length: int
 
     def longest_target(self, source_length: int) -> int:
         """Return the maximum target length, EOS included, for a source of this length."""
-        return min(source_length + self.max_extra_length, self.position_limit)
+        return min(source_length + self.max_extra_length, self.max_length)
 
     def start_cache(
         self, weights: Any, source_BS: jax.Array, bucket: Bucket, *, max_length: int = 0
@@ -182,8 +182,9 @@ class Engine:
         start_id = SPECIAL_IDS[model.config.decoder_start]
         self.config = config
         self.method = _method(config, suppress, start_id, free_prefix)
-        self._position_limit = model.config.position_limit
-        self.longest_source = min(config.max_source_length, self._position_limit)
+        positions = model.config.position_limit
+        self.longest_source = min(config.max_source_length, positions)
+        self._longest_target = min(config.max_length or positions, positions)
         self.buckets = make_buckets(self.longest_source, config.batch_size)
         self._device = device
         self._graph, self.parameters = nnx.split(model, nnx.Param)
@@ -211,7 +212,7 @@ class Engine:
             )
             self._weights = nnx.to_pure_dict(weights)
             self._search = _Search(
-                graph, self.method, self.config.max_extra_length, self._position_limit
+                graph, self.method, self.config.max_extra_length, self._longest_target
             )
             self._compiled = _compiled(self._search)
 

@@ -69,10 +69,11 @@ class Translator:
         suppress = tuple(tokenizer.target.require_ids(self.config.suppress, "decoding.suppress"))
         self._forbidden = {UNK_ID, *suppress}
         self._glossary = self.tokenized(glossary or {}, "The glossary")
-        positions = model.config.position_limit - 1
         self._devices = devices
         self._scorer: Scorer | None = None
-        self._longest_prefix = min(self.config.max_extra_length, positions)
+        positions = model.config.position_limit
+        longest = min(self.config.max_length or positions, positions) - 1
+        self._longest_prefix = min(self.config.max_extra_length, longest)
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
         free = 1 if tokenizer.languages.tokens or tokenizer.languages.target else 0
@@ -329,7 +330,8 @@ class Translator:
         if len(prefix) > self._longest_prefix:
             raise UserError(
                 f"{said} has {len(prefix)} tokens; expected at most {self._longest_prefix} "
-                "(decoding.max_extra_length or, with learned positions, model.max_positions - 1)."
+                "(decoding.max_extra_length, decoding.max_length - 1 or, with learned positions, "
+                "model.max_positions - 1)."
             )
         return first + prefix
 

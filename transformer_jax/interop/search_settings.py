@@ -122,8 +122,10 @@ def from_transformers(
 
 def length_limits(config: Config) -> tuple[int, int]:
     """Return the maximum source and target lengths for decoding, in tokens including EOS."""
-    source, limit = config.decoding.max_source_length, config.model.position_limit
-    return min(source, limit), min(source + config.decoding.max_extra_length, limit)
+    decoding, positions = config.decoding, config.model.position_limit
+    source = min(decoding.max_source_length, positions)
+    longest = min(decoding.max_length or positions, positions)
+    return source, min(decoding.max_source_length + decoding.max_extra_length, longest)
 
 
 def _forbidden(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:

@@ -54,12 +54,14 @@ class Embedding(nnx.Module):
         *,
         num_positions: int,
         matrix_VD: jax.Array | None = None,
+        cut_BL: jax.Array | None = None,
     ) -> jax.Array:
         """Embed tokens at these positions. Returns [B, L, D]. ``positions_BL`` may broadcast.
 
         Args:
           num_positions: exclusive upper bound for the positions of real tokens.
           matrix_VD: token embeddings to use instead of this module's matrix.
+          cut_BL: bool, True for tokens whose embedding is replaced by zeros (SimCut).
 
         Raises:
           UserError: there are more positions than learned embeddings.
@@ -70,6 +72,8 @@ class Embedding(nnx.Module):
             matrix_VD = self.matrix[...]
         # Token ids outside the vocabulary give NaN; checkify's index checks can find them.
         x_BLD = matrix_VD.at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
+        if cut_BL is not None:
+            x_BLD = jnp.where(cut_BL[..., None], 0, x_BLD)
         if config.embedding_scale != "none":
             x_BLD = x_BLD * config.d_model**0.5
         if config.positions != "relative":

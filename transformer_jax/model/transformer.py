@@ -109,6 +109,8 @@ class Transformer(nnx.Module):
         *,
         source_segments_BS: jax.Array | None = None,
         target_segments_BT: jax.Array | None = None,
+        cut_BS: jax.Array | None = None,
+        cut_BT: jax.Array | None = None,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
         """Compute the decoder output [B, T, D] for ``logits`` or a loss that includes the softmax.
@@ -119,18 +121,28 @@ class Transformer(nnx.Module):
             forcing (section 3.1).
           source_segments_BS, target_segments_BT: segment ids of packed rows; 0 is padding. Pass
             both or neither. None: one sentence per row.
+          cut_BS, cut_BT: bool, True for source tokens, and for target tokens as the decoder's
+            input, whose embeddings are replaced by zeros (SimCut). None: no tokens.
           dropout_key: None turns dropout off.
         """
         keys = as_keys(dropout_key)
-        memory_BSD = self.encode(source_BS, source_segments_BS, dropout_key=keys)
+        memory_BSD = self.encode(source_BS, source_segments_BS, cut_BS=cut_BS, dropout_key=keys)
         segments_BT = _segments(target_BT, target_segments_BT)
         positions_BT = segment_positions(segments_BT)
-        before_BT = jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)))
         start_id = SPECIAL_IDS[self.config.decoder_start]
-        inputs_BT = jnp.where(positions_BT == 0, start_id, before_BT)
+        inputs_BT = jnp.where(positions_BT == 0, start_id, _shift_right(target_BT))
+        if cut_BT is not None:
+            cut_BT = _shift_right(cut_BT) & (positions_BT > 0)
         packed = target_segments_BT is not None
         return self.decoder(
-            self._embed(self.target_embedding, inputs_BT, positions_BT, packed=packed, keys=keys),
+            self._embed(
+                self.target_embedding,
+                inputs_BT,
+                positions_BT,
+                packed=packed,
+                cut_BL=cut_BT,
+                keys=keys,
+            ),
             memory_BSD,
             attention_mask(segments_BT, segments_BT, causal=True),
             attention_mask(segments_BT, _segments(source_BS, source_segments_BS)),
@@ -195,6 +207,7 @@ class Transformer(nnx.Module):
         source_BS: jax.Array,
         segments_BS: jax.Array | None = None,
         *,
+        cut_BS: jax.Array | None = None,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
         """Encode padded source token ids as ``memory_BSD``."""
@@ -206,6 +219,7 @@ class Transformer(nnx.Module):
             source_BS,
             segment_positions(segments_BS),
             packed=packed,
+            cut_BL=cut_BS,
             keys=keys,
         )
         mask_BHSS = attention_mask(segments_BS, segments_BS)
@@ -218,6 +232,7 @@ class Transformer(nnx.Module):
         positions_BL: jax.Array,
         *,
         packed: bool,
+        cut_BL: jax.Array | None,
         keys: DropoutKey,
     ) -> jax.Array:
         num_positions = tokens_BL.shape[1]
@@ -228,6 +243,7 @@ class Transformer(nnx.Module):
             positions_BL,
             num_positions=num_positions,
             matrix_VD=self._target_matrix_VD if embedding.matrix is None else None,
+            cut_BL=cut_BL,
         )
         return dropout(x_BLD, self.config.dropout, keys)
 
@@ -345,6 +361,10 @@ def with_cast_weights(model: M, weights: str = "auto") -> M:
                 matrix_VD = matrix_VD.astype(compute_dtype(module.config))
             module.softmax_matrix = nnx.data(nnx.Param(matrix_VD))
     return model
+
+
+def _shift_right(x_BL: jax.Array) -> jax.Array:
+    return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)))
 
 
 def _segments(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array:

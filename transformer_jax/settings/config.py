@@ -442,6 +442,12 @@ class TrainingConfig(Section, prefix="training."):
     """Weight alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice, with
     different dropout masks, and the loss penalizes differences between the two predictions. Doubles
     the cost of a step. 5 is typical for small corpora; 0: off."""
+    simcut: NonNegative = 0.0
+    """Weight alpha of SimCut (Gao et al., 2022): each pair passes through the model again with some
+    tokens' embeddings replaced by zeros, and the loss includes the KL divergence between the first
+    prediction and this one. Doubles the cost of a step. 3 is the paper's value; 0: off."""
+    simcut_rate: Fraction = 0.05
+    """SimCut: probability that a token's embedding is replaced by zeros."""
     guided_alignment: NonNegative = 0.0
     """Guided alignment: weight of the cross-entropy between the word alignments in
     data.train.alignments and the attention of one head (model.alignment_layer); 0: off."""
@@ -488,6 +494,11 @@ class TrainingConfig(Section, prefix="training."):
             f"at most training.keep_checkpoints = {self.keep_checkpoints}",
         )
         yield (
+            "simcut",
+            not self.simcut or not self.r_drop,
+            "0, because training.r_drop is above 0",
+        )
+        yield (
             "select_by",
             self.select_by == "loss" or self.bleu_sentences > 0,
             "'loss', because training.bleu_sentences is 0",
@@ -514,6 +525,9 @@ class DecodingConfig(Section, prefix="decoding."):
     translations. None: stop when no unfinished translation can still win."""
     max_extra_length: Size = 50
     """Maximum number of tokens by which a translation can exceed its source."""
+    max_length: Size | None = None
+    """Maximum number of tokens in a translation, including EOS and a target language, whatever the
+    length of its source. None: only max_extra_length limits it."""
     min_length: Count = 0
     """Minimum number of tokens in a translation."""
     no_repeat_ngram: Count = 0
@@ -545,6 +559,11 @@ class DecodingConfig(Section, prefix="decoding."):
             self.min_length <= self.max_extra_length,
             f"at most decoding.max_extra_length = {self.max_extra_length}, so that even the "
             "shortest source can reach it",
+        )
+        yield (
+            "max_length",
+            self.max_length is None or self.min_length < self.max_length,
+            f"more than decoding.min_length = {self.min_length}, or None",
         )
         yield (
             "patience",

@@ -32,7 +32,7 @@ class Arguments:
     config.json. Sets the defaults of all other flags. '': the paper's base model."""
     allow_changes: bool = False
     """Allow a resumed run to change batch.*, optimizer.* (except ema_decay), dropout, label
-    smoothing, R-Drop, guided alignment, dtype, remat, start_from, data.train.weights,
+    smoothing, R-Drop, SimCut, guided alignment, dtype, remat, start_from, data.train.weights,
     data.train.temperature, and steps if the learning rate depends on it."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = Processes()
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()

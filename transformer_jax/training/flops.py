@@ -37,7 +37,8 @@ def training_flops(config: Config, B: int, S: int, T: int) -> float:
         decoder layer: T (3 D h + F) + S D h (cross-attention's keys and values), (T T + T S) h
         softmax: T D V
 
-    All positions count, including padding and masked keys; with R-Drop, each row counts twice.
+    All positions count, including padding and masked keys; with R-Drop or SimCut, each row
+    counts twice.
     Norms, the optimizer and activations that ``model.remat`` recomputes do not count. Gradients of
     frozen parameters count, although they are not computed.
     """
@@ -46,5 +47,5 @@ def training_flops(config: Config, B: int, S: int, T: int) -> float:
     F = (3 if model.is_gated else 2) * D * model.d_ff
     encoder = model.num_layers * S * (h * (2 * D + S) + F)
     decoder = model.decoder_layers * (S * D * h + T * (h * (3 * D + S + T) + F))
-    rows = B * 2 if config.training.r_drop else B
+    rows = B * 2 if config.training.r_drop or config.training.simcut else B
     return 6 * rows * (encoder + decoder + T * D * model.vocab_size)

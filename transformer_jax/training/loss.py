@@ -1,5 +1,5 @@
-"""Label-smoothed cross-entropy, computed in chunks to avoid storing all logits; R-Drop; guided
-alignment.
+"""Label-smoothed cross-entropy, computed in chunks to avoid storing all logits; R-Drop; SimCut;
+guided alignment.
 """
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ from transformer_jax.tokenization.special_ids import PAD_ID
 class LossSums(NamedTuple):
     """Sums over real target tokens, float32 scalars. Divide by ``tokens`` for means."""
 
-    loss: jax.Array  # objective: label-smoothed cross-entropy, R-Drop and guided alignment, nats
+    loss: jax.Array  # objective, nats: label-smoothed cross-entropy and what settings add to it
     nll: jax.Array  # negative log-likelihood, nats: exp(nll / tokens) is the perplexity
     correct: jax.Array  # number of tokens whose label has the highest logit
     tokens: jax.Array  # number of real target tokens
+
+
+class _Pass(NamedTuple):
+    """What one of two passes through the model adds to the loss."""
+
+    cross_entropy: float  # weight of its cross-entropy and factor of the other sums
+    divergence: float  # weight of KL(its prediction, the other pass's prediction)
 
 
 class _Settings(NamedTuple):
@@ -36,7 +43,7 @@ class _Settings(NamedTuple):
     max_logits: int | None
     logits_dtype: jnp.dtype
     mesh: Mesh | None
-    r_drop: float
+    pairs: tuple[_Pass, _Pass] | None
     backend: str
     vocab_shards: int = 1  # number of devices along ``tensor`` that shard the vocabulary
 
@@ -62,6 +69,7 @@ def smoothed_cross_entropy(
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
     r_drop: NonNegative = 0.0,
+    simcut: NonNegative = 0.0,
 ) -> LossSums:
     """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
@@ -86,13 +94,25 @@ def smoothed_cross_entropy(
       r_drop: alpha of R-Drop (Liang et al. 2021, equation 4). Above 0, rows 2i and 2i + 1 must be
         the same sentence pair with different dropout masks. ``loss`` then includes alpha / 2 (KL(p,
         q) + KL(q, p)) for their predictions p and q.
+      simcut: alpha of SimCut (Gao et al. 2022, equation 6), not together with r_drop. As with
+        r_drop, but tokens are cut in row 2i + 1, and the sum of 2i and 2i + 1 is twice the
+        cross-entropy of row 2i plus alpha KL(p, q). The other sums are twice those of row 2i.
 
     Raises:
-      UserError: the gradient of ``nll`` is requested.
+      UserError: the gradient of ``nll`` is requested, or r_drop and simcut are both above 0.
     """
+    if r_drop and simcut:
+        raise UserError(
+            f"r_drop is {r_drop:g} and simcut is {simcut:g}; expected one of them to be 0."
+        )
+    pairs = None
+    if r_drop:
+        pairs = _Pass(1, r_drop / 2), _Pass(1, r_drop / 2)
+    if simcut:
+        pairs = _Pass(2, 2 * simcut), _Pass(0, 0)
     backend = jax.default_backend()
     dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
-    settings = _Settings(label_smoothing, max_logits, dtype, mesh, r_drop, backend)
+    settings = _Settings(label_smoothing, max_logits, dtype, mesh, pairs, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
@@ -122,7 +142,8 @@ def _forward(settings: _Settings, target_BT: Any, inputs: Any) -> tuple[LossSums
 def _backward(_: _Settings, of_loss: _Inputs, cotangent: LossSums) -> tuple[None, _Inputs]:
     if not isinstance(cotangent.nll, SymbolicZero):
         raise UserError(
-            "nll has no gradient; use the gradient of loss, with label_smoothing and r_drop 0."
+            "nll has no gradient; use the gradient of loss, with label_smoothing 0 and no other "
+            "terms."
         )
     return None, jax.tree.map(lambda g: g * cotangent.loss.astype(g.dtype), of_loss)
 
@@ -167,9 +188,9 @@ def _on_device(
     hidden_BTD, matrix_VD, bias_V = inputs
     weights_VD = matrix_VD.astype(hidden_BTD.dtype)
     multiply = partial(einsum, dtype=hidden_BTD.dtype)
-    # C chunks of L tokens. With R-Drop, the first half of a chunk holds tokens of the first pass,
-    # and the second half holds the same tokens of the second pass.
-    passes = 2 if settings.r_drop else 1
+    # C chunks of L tokens. With two passes, the first half of a chunk holds tokens of the first
+    # pass, and the second half holds the same tokens of the second pass.
+    passes = 2 if settings.pairs else 1
     rows, time = target_BT.shape
     count = rows // passes * time
     length = -(-count // _num_chunks(settings, target_BT.size, *matrix_VD.shape))
@@ -224,10 +245,10 @@ def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: i
         return -(-logits // settings.max_logits)
     if settings.backend == "cpu":
         return -(-logits // max(2**20, vocab_size * d_model))
-    # Bytes per chunk: an eighth of all float32 logits, within limits. With R-Drop, the gradient
+    # Bytes per chunk: an eighth of all float32 logits, within limits. With two passes, the gradient
     # does not overwrite the logits.
     most = min(2**30, max(2**28, logits // 2))
-    held = logits * settings.logits_dtype.itemsize * (2 if settings.r_drop else 1)
+    held = logits * settings.logits_dtype.itemsize * (2 if settings.pairs else 1)
     return 2 ** (-(-held // most) - 1).bit_length()  # divides rows, a multiple of 8
 
 
@@ -253,18 +274,21 @@ def _from_logits(
     loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - mean_L)
     wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
     d_logits_LV = probs_LV - wanted_LV
-    if settings.r_drop:
+    counted_L = real_L
+    if settings.pairs:
         # The barrier makes XLA recompute exponentials instead of storing them in twice the memory
         # of the logits.
         log_probs_LV = logits_LV - jax.lax.optimization_barrier(log_total_L)[:, None]
         kl_L, d_kl_LV = _divergence(settings, log_probs_LV, probs_LV)
-        loss_L += settings.r_drop / 2 * kl_L
-        d_logits_LV += settings.r_drop / 2 * d_kl_LV
+        weight_L = jnp.repeat(jnp.array([p.cross_entropy for p in settings.pairs]), len(kl_L) // 2)
+        loss_L = weight_L * loss_L + kl_L
+        d_logits_LV = weight_L[:, None] * d_logits_LV + d_kl_LV
+        counted_L = weight_L * real_L
     sums = LossSums(
         loss=(loss_L * real_L).sum(),
-        nll=(nll_L * real_L).sum(),
-        correct=((label_L >= top_L) * real_L).sum(),
-        tokens=real_L.sum(),
+        nll=(nll_L * counted_L).sum(),
+        correct=((label_L >= top_L) * counted_L).sum(),
+        tokens=counted_L.sum(),
     )
     return sums, d_logits_LV * real_L[:, None]
 
@@ -307,15 +331,19 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _divergence(
     settings: _Settings, log_probs_LV: jax.Array, probs_LV: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the KL divergence of each row, and its gradient with respect to the logits.
+    """Return the weighted KL divergence of each row, and the sum's gradient with respect to the
+    logits.
 
     The first half of the rows holds p and gives KL(p, q); the second half holds q and gives
     KL(q, p).
     """
+    assert settings.pairs is not None
+    weights_P11 = jnp.array([p.divergence for p in settings.pairs])[:, None, None]
     log_probs_PLV = log_probs_LV.reshape(2, -1, log_probs_LV.shape[-1])
     probs_PLV = probs_LV.reshape(log_probs_PLV.shape)
     ratio_PLV = log_probs_PLV - log_probs_PLV[::-1]
     kl_PL = (jnp.exp(log_probs_PLV) * ratio_PLV).sum(axis=-1)
     kl_PL = settings.over_vocab(jax.lax.psum, kl_PL)
-    gradient_PLV = probs_PLV * (1 + ratio_PLV - kl_PL[..., None]) - probs_PLV[::-1]
-    return kl_PL.reshape(-1), gradient_PLV.reshape(log_probs_LV.shape)
+    gradient_PLV = weights_P11 * probs_PLV * (ratio_PLV - kl_PL[..., None])
+    gradient_PLV += weights_P11[::-1] * (probs_PLV - probs_PLV[::-1])
+    return (weights_P11[..., 0] * kl_PL).reshape(-1), gradient_PLV.reshape(log_probs_LV.shape)

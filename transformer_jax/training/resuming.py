@@ -35,6 +35,7 @@ _CHANGEABLE = (
     "training.freeze",
     "training.label_smoothing",
     "training.r_drop",
+    "training.simcut",  # and simcut_rate
     "training.guided_alignment",
     "training.steps",
     "training.start_from",  # read only before the first step

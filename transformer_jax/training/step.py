@@ -23,10 +23,11 @@ from transformer_jax.devices.sharding import (
     state_shardings,
     unshard_embeddings,
 )
+from transformer_jax.model.dropout import kept
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
-from transformer_jax.tokenization.special_ids import PAD_ID
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 from transformer_jax.training.loss import LossSums, alignment_cross_entropy, smoothed_cross_entropy
 from transformer_jax.training.optimizer import keep_frozen, learning_rate_schedule, make_optimizer
 
@@ -85,6 +86,8 @@ class StepConfig(NamedTuple):
     r_drop: float
     freeze: tuple[str, ...] = ()
     guided_alignment: float = 0.0
+    simcut: float = 0.0
+    simcut_rate: float = 0.0
 
 
 class StepFunctions(NamedTuple):
@@ -104,8 +107,9 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     """
     training, optimizer = config.training, config.optimizer
     steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
-    rest = training.label_smoothing, training.r_drop, training.freeze, training.guided_alignment
-    functions = shared_functions(StepConfig(config.model, optimizer, steps, *rest), mesh)
+    names = ("label_smoothing", "r_drop", "freeze", "guided_alignment", "simcut", "simcut_rate")
+    rest = {name: getattr(training, name) for name in names}
+    functions = shared_functions(StepConfig(config.model, optimizer, steps, **rest), mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
 
 
@@ -253,12 +257,22 @@ def loss_and_sums(
     graph: Any,
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
-    """Compute a batch's total loss and its sums. Without a key, dropout and R-Drop are off."""
+    """Compute a batch's total loss and its sums. Without a key, dropout, R-Drop and SimCut are
+    off.
+    """
     if config.freeze:  # so XLA does not compute their gradients
         parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
-    r_drop = 0.0 if dropout_key is None else config.r_drop
-    if r_drop:  # duplicate each row, for two dropout masks
+    r_drop, simcut = (0.0, 0.0) if dropout_key is None else (config.r_drop, config.simcut)
+    cut_BS = cut_BT = None
+    if r_drop or simcut:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
+    if simcut:
+        assert dropout_key is not None
+        dropout_key, *cut_keys = jax.random.split(dropout_key, 3)
+        cut_BS, cut_BT = (
+            cut_tokens(tokens_BL, config.simcut_rate, key)
+            for tokens_BL, key in zip((batch.source_BS, batch.target_BT), cut_keys)
+        )
     # A tied matrix is used twice. With this constraint, each device adds the gradients of both uses
     # before XLA sums over devices. Otherwise, XLA would sum each gradient over devices separately.
     model = nnx.merge(graph, unshard_embeddings(parameters, mesh))
@@ -269,6 +283,8 @@ def loss_and_sums(
             aligned=batch.links_BT is not None,
             source_segments_BS=batch.source_segments_BS,
             target_segments_BT=batch.target_segments_BT,
+            cut_BS=cut_BS,
+            cut_BT=cut_BT,
             dropout_key=dropout_key,
         )
     sums = smoothed_cross_entropy(
@@ -279,13 +295,24 @@ def loss_and_sums(
         bias_V=model.output_bias_V,
         mesh=mesh,
         r_drop=r_drop,
+        simcut=simcut,
     )
     if batch.links_BT is not None:
         links = alignment_cross_entropy(weights_BTS, batch.links_BT)
         sums = sums._replace(loss=sums.loss + config.guided_alignment * links)
-    if r_drop:
+    if r_drop or simcut:
         sums = jax.tree.map(lambda x: x / 2, sums)
     return sums.loss, sums
+
+
+def cut_tokens(tokens_BL: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    """Choose the tokens to cut in the second pass of SimCut, which is in every second row.
+
+    Chooses each token with this probability, but not EOS and padding. Returns bool [B, L].
+    """
+    second_B1 = (jnp.arange(len(tokens_BL)) % 2 == 1)[:, None]
+    is_word_BL = (tokens_BL != PAD_ID) & (tokens_BL != EOS_ID)
+    return ~kept(tokens_BL.shape, rate, key) & is_word_BL & second_B1
 
 
 def accumulated_gradients(
