@@ -32,6 +32,7 @@ from transformer_jax.interop.huggingface_import import import_huggingface
 from transformer_jax.interop.pretrained import Pretrained
 from transformer_jax.model.positions import RelativeBias
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.saved_models.model_folder import load_model
 from transformer_jax.settings.config import Config, ModelConfig
 from transformer_jax.tokenization.special_ids import SPECIAL_IDS
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -600,7 +601,7 @@ INVALID = {
     "config": (lambda f: (f / "config.json").write_text("{"), "config.json.* not valid JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json.* cannot be read"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
-    "vocabulary": (larger_vocabulary, "and 1 tokens with ids outside .* such as 'extra'"),
+    "vocabulary": (larger_vocabulary, "and 1 tokens with ids outside .* 'extra'.*resize_tok"),
     "missing": (
         lambda f: changed_tensors(f, model__encoder__layers__0__fc1__bias=None),
         "no tensor for model.encoder.layers.0.fc1.bias; expected shape",
@@ -630,7 +631,7 @@ INVALID = {
         lambda f: changed_tensors(f, model__shared__weight=np.zeros((2, 2), np.int8)),
         "model.safetensors' cannot be read .*its data type I8 is not one of F64, F32",
     ),
-    "pickle": (pickled, "model.safetensors"),
+    "pickle": (pickled, r"has no model.safetensors. Use a revision .*import --allow-pickle"),
     "corrupt": (
         lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 99),
         "model.safetensors.* cannot be read",
@@ -657,6 +658,24 @@ def test_invalid_folders(
     flags = ["import", "--input", str(tmp_path / "model"), "--workdir", str(tmp_path / "run")]
     assert main(flags) == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_a_head(tmp_path: Path) -> None:
+    """BartModel, such as facebook/bart-base: tied, and without a prefix. It exports with a head."""
+    theirs = families.write("bart", tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "model")
+    theirs.model.save_pretrained(tmp_path / "model")
+    assert "shared.weight" in load_file(tmp_path / "model" / "model.safetensors")
+    config, model, tokenizer = import_huggingface(tmp_path / "model")
+    tensors = exported(Family("bart", tmp_path, theirs, None, config, model, tokenizer), tmp_path)
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    assert not tensors.pop("final_logits_bias").any() and expected.pop("final_logits_bias").any()
+    assert_same(tensors, expected)
+
+
+def test_a_folder_of_transformers_is_no_model_folder(nllb: Path) -> None:
+    with pytest.raises(UserError, match=r"from Hugging Face transformers, import the model"):
+        load_model(nllb)
 
 
 def test_languages(nllb: Path) -> None:

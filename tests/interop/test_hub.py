@@ -137,10 +137,10 @@ def test_the_token_is_sent(hub, monkeypatch) -> None:
     [
         ("private/t5", "HF_TOKEN"),
         ("gated/t5", "HF_TOKEN"),
-        ("toy/missing", "cannot be downloaded .*Check --revision"),
+        ("toy/missing", "cannot be downloaded .*hf download toy/missing --local-dir"),
         ("toy/t5@v9", "revision"),
         ("not a name", "is not a folder and .* Expected a folder"),
-        ("toy/pickle", "model.safetensors"),
+        ("toy/pickle", r"has no model.safetensors. Use a revision .*interop import --allow-pickle"),
     ],
 )
 def test_errors_of_the_hub(name, message, hub) -> None:

@@ -35,8 +35,14 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArra
     """Return the tensors in model.safetensors, its shards or pytorch_model.bin, by name."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     pickle = folder / "pytorch_model.bin"
-    if pickle.exists() and not (whole.exists() or index.exists()):
-        return _read_pickle(pickle, allow_pickle)
+    if not (whole.exists() or index.exists()):
+        if allow_pickle and pickle.exists():
+            return _read_pickle(pickle)
+        raise UserError(
+            f"{str(folder)!r} has no model.safetensors. Use a revision that has it, for example "
+            "NAME@refs/pr/NUMBER (docs/pretrained.md). If the model has only pytorch_model.bin, a "
+            "pickle, and you trust it: python -m transformer_jax.interop import --allow-pickle."
+        )
     names = [whole.name]
     if index.exists() and not whole.exists():
         table = read_json(index, {"weight_map": dict})["weight_map"]
@@ -56,12 +62,7 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArra
     return found
 
 
-def _read_pickle(file: Path, allowed: bool) -> dict[str, LazyArray]:
-    if not allowed:
-        raise UserError(
-            f"{str(file.parent)!r} has {file.name}, a pickle, but no model.safetensors; download "
-            "that file, or pass --allow-pickle if you trust this one."
-        )
+def _read_pickle(file: Path) -> dict[str, LazyArray]:
     try:
         import torch
 
@@ -124,6 +125,6 @@ def not_read(file: Path, error: Exception) -> UserError:
     """Return the error for a file that is missing, corrupt or of another format."""
     return UserError(
         f"{str(file)!r} cannot be read ({str(error).rstrip('.')}); expected a file from a Hugging "
-        "Face folder in transformers' format (not Marian's own model.npz). To download one: hf "
-        "download Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
+        "Face folder in transformers' format (not Marian's own model.npz). Download it again: hf "
+        "download NAME --local-dir FOLDER"
     )

@@ -38,8 +38,10 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
     except Exception as error:  # errors of huggingface_hub and of its HTTP client
         raise UserError(
             f"{name!r} is not a folder and cannot be downloaded ({one_line(error)}). Expected a "
-            "folder with config.json or a name such as facebook/nllb-200-distilled-600M. Check "
-            "--revision, the network and, for private or gated models, HF_TOKEN."
+            "folder with config.json or a name such as facebook/nllb-200-distilled-600M. Check the "
+            "name, the revision, the network and, for private or gated models, HF_TOKEN. For "
+            f"machines without a network, download a folder elsewhere: hf download {name} "
+            "--local-dir FOLDER."
         ) from None
     return Path(found)
 

@@ -78,7 +78,8 @@ class Pretrained:
         kind = (theirs := read_json(file)).get("model_type")
         if str(kind) not in FAMILIES:
             raise UserError(
-                f"model_type in {str(file)!r} is {kind!r}; expected one of: {', '.join(FAMILIES)}."
+                f"model_type in {str(file)!r} is {kind!r}; expected one of: {', '.join(FAMILIES)}. "
+                "Other models are not supported."
             )
         self.kind, self.family = str(kind), FAMILIES[str(kind)]
         needed = [name for name in self.family.fields if name in theirs or name not in _DEFAULTS]
@@ -103,6 +104,9 @@ class Pretrained:
     def _tensors(self) -> dict[str, LazyArray]:
         tensors = open_tensors(self.folder, self._allow_pickle)
         shared = self.library.names["target_embedding.matrix"]
+        prefix = "model." if shared.startswith("model.") else ""
+        if not any(name.startswith(prefix) for name in tensors):  # without a head, as BartModel
+            tensors = {prefix + name: tensor for name, tensor in tensors.items()}
         if self._shares and self.theirs.get("tie_word_embeddings") is not False:
             for name in filter(_COPY.search, sorted(tensors)):  # a tied matrix can have any name
                 tensors.setdefault(shared, tensors[name])

@@ -50,7 +50,8 @@ def read_rows(
         raise UserError(
             f"The tokenizer has {len(vocabulary)} tokens, and {len(outside)} tokens with ids "
             f"outside the embedding matrix{such}; expected distinct ids below {size_name} in "
-            f"config.json, {size}."
+            f"config.json, {size}. Use the tokenizer that belongs to the weights, or in "
+            "transformers, call model.resize_token_embeddings(len(tokenizer)) and save both."
         )
     ids = {name: theirs.get(f"{name}_token_id") for name in ("pad", "bos", "eos")}
     ids["unk"] = vocabulary.get("<unk>")

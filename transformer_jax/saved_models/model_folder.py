@@ -85,6 +85,8 @@ def load_parameters(path: str | Path) -> tuple[Config, Any, Tokenizer]:
             f"{str(path)!r} has no checkpoint; expected a work directory written by train.py "
             "--workdir, one of the folders in its checkpoints/, or a model folder."
         )
+    if not (resumable or read_manifest(saved)):
+        load_config_file(saved / "config.json")  # an error that names the format of transformers
     parameters, config = saved_parameters(saved), config_of(saved)
     tokenizer = load_tokenizer(workdir if resumable else saved, saved)
     steps = [int(saved.name)] if resumable else read_manifest(saved)["steps"]

@@ -63,7 +63,7 @@ def existing_folder(workdir: str | Path) -> Path:
     if not folder.is_dir():
         raise UserError(
             f"{str(workdir)!r} is not a folder; expected a work directory written by train.py, "
-            "the folder of one of its checkpoints, or a model folder."
+            "the folder of one of its checkpoints, a model folder, or hf://NAME."
         )
     return folder
 
