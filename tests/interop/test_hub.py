@@ -160,7 +160,7 @@ def test_no_network(hub, monkeypatch) -> None:
     assert time.monotonic() - start < 10
 
 
-def test_an_interrupted_import_is_repeated(hub, monkeypatch) -> None:
+def test_an_interrupted_or_older_import_is_repeated(hub, monkeypatch) -> None:
     with monkeypatch.context() as patch:
 
         def stop(*_: Any, **__: Any) -> None:
@@ -170,6 +170,10 @@ def test_an_interrupted_import_is_repeated(hub, monkeypatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             pretrained_workdir("toy/t5")
     folder = pretrained_workdir("toy/t5")
+    assert Translator.from_workdir(folder).translate(["w1"])
+    manifest = folder / "manifest.json"  # as another version of this package wrote it
+    manifest.write_text(manifest.read_text().replace('"d_model"', '"another_name"'))
+    assert pretrained_workdir("toy/t5") == folder
     assert Translator.from_workdir(folder).translate(["w1"])
 
 

@@ -17,6 +17,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.saved_models.checkpoint import (
     checkpoint_name,
     complete_steps,
+    config_of,
     corruption,
     delete_checkpoint,
     read_manifest,
@@ -88,7 +89,10 @@ def pretrained_workdir(name: str | Path) -> Path:
     newest = max((file.stat().st_mtime_ns for file in source.glob("*")), default=0)
     folder = cached_folder(f"{source.resolve()}-{newest}", "read")
     with locked(folder.with_suffix(".lock")):
-        if not (folder / MANIFEST).exists():
+        try:
+            config_of(folder)
+        except UserError:  # not imported yet, or by another version of this package
+            delete_checkpoint(folder)
             interop.import_into(source, folder)
     return folder
 
