@@ -48,13 +48,13 @@ def test_a_loaded_model_is_trained_saved_exported_and_converted(case: str) -> No
     if case == "nllb":
         TRANSLATE.run()
     STEP._replace(code=adapted(STEP.code)).run()
-    (_, before, _), (_, after, tokenizer) = map(load_model, ("ours", "runs/tuned"))
+    (_, before, _), (_, after, tokenizer) = map(load_model, ("ours", "runs/own"))
     assert (before.softmax_bias is None) == (case not in ("bart", "mbart"))
     if before.softmax_bias is not None:
         np.testing.assert_array_equal(before.softmax_bias[...], after.softmax_bias[...])
     [its] = tokenizer.source.encode(["w1"])
     assert tokenizer.source.ids(["w1", "</s>", "<pad>"]) == [its[-1], EOS_ID, PAD_ID]
-    flags = ["--workdir", "runs/tuned", "--format", "huggingface", "--output", "tuned-hf"]
+    flags = ["--workdir", "runs/own", "--format", "huggingface", "--output", "tuned-hf"]
     assert main(["export", *flags]) == 0
     tensors, original = (load_file(f"{name}/model.safetensors") for name in ("tuned-hf", "theirs"))
     assert tensors.keys() == original.keys()
