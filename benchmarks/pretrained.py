@@ -1,12 +1,13 @@
 """Pretrained models beside transformers (PyTorch) on a CPU: decoding and a fine-tuning step.
 
     python -m benchmarks.pretrained --shapes t5-small nllb-600M --rounds 3
+    python -m benchmarks.pretrained --shapes nllb-600M --parts training --engines ours
 
 Random weights in the shape of the named model, saved by transformers and imported here; float32 and
 the same 24 source tokens in both. Every output has 32 tokens: transformers gets ``min_new_tokens``
 and ``max_new_tokens``, and our search suppresses EOS until its limit. Engines take turns, and
-ratios are medians over the rounds. The training step is on 16 pairs of 32 + 32 tokens without
-dropout: AdamW in PyTorch, Adam here.
+ratios are medians over the rounds; with one engine, there is no ratio. The training step is on 16
+pairs of 32 + 32 tokens without dropout: AdamW in PyTorch, Adam here.
 """
 
 from __future__ import annotations
@@ -107,11 +108,11 @@ def training(theirs: Any, ours: Any, batch: int) -> dict[str, Callable[[], int]]
         updates, state = optimizer.update(jax.grad(loss)(parameters), state)
         return optax.apply_updates(parameters, updates), state
 
-    held = [parameters, optimizer.init(parameters)]
+    held: list[Any] = []
     jitted = jax.jit(step, donate_argnums=(0, 1))
 
     def jax_step() -> int:
-        held[:] = jitted(*held)
+        held[:] = jitted(*(held or (parameters, optimizer.init(parameters))))
         jax.block_until_ready(held)
         return batch * TARGET
 
@@ -120,7 +121,7 @@ def training(theirs: Any, ours: Any, batch: int) -> dict[str, Callable[[], int]]
 
 def compare(name: str, engines: dict[str, Callable[[], int]], rounds: int) -> None:
     """Print a row: tokens per second of each engine, and the ratio with its range."""
-    speeds: dict[str, list[float]] = {each: [] for each in engines}
+    speeds: dict[str, list[float]] = {"ours": [], "transformers": []}
     for number in range(rounds + 1):  # the first one compiles
         for each, run in engines.items():
             start = time.perf_counter()
@@ -128,10 +129,11 @@ def compare(name: str, engines: dict[str, Callable[[], int]], rounds: int) -> No
             if number:
                 speeds[each].append(tokens / (time.perf_counter() - start))
     ratios = [ours / theirs for ours, theirs in zip(speeds["ours"], speeds["transformers"])]
-    ours, theirs = (statistics.median(speeds[each]) for each in ("ours", "transformers"))
-    middle = statistics.median(ratios)
-    print(f"| {name} | {ours:,.0f} | {theirs:,.0f} | {middle:.2f} ", end="")
-    print(f"({min(ratios):.2f} to {max(ratios):.2f}) |", flush=True)
+    cells = [f"{statistics.median(each):,.1f}" if each else "" for each in speeds.values()]
+    if ratios:
+        middle = statistics.median(ratios)
+        cells.append(f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"| {name} |", " | ".join(cells), "|", flush=True)
 
 
 def main() -> None:
@@ -140,7 +142,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["t5-small", "nllb-600M"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["decoding", "training"])
+    parser.add_argument("--engines", nargs="+", default=["transformers", "ours"])
     flags = parser.parse_args()
+
+    def chosen(engines: dict[str, Callable[[], int]]) -> dict[str, Callable[[], int]]:
+        return {name: engines[name] for name in flags.engines}
+
     print("| | ours, tokens/s | transformers | ours / theirs |\n|---|---|---|---|")
     for shape in flags.shapes:
         with tempfile.TemporaryDirectory() as folder:
@@ -149,10 +156,11 @@ def main() -> None:
         if "decoding" in flags.parts:
             for batch in (1, 16):
                 for beam in (1, 4):
-                    engines = decoding(theirs, ours, batch, beam)
+                    engines = chosen(decoding(theirs, ours, batch, beam))
                     compare(f"{shape}, batch {batch}, beam {beam}", engines, flags.rounds)
         if "training" in flags.parts:
-            compare(f"{shape}, training", training(theirs, ours, 16), flags.rounds)
+            engines = chosen(training(theirs, ours, 16))
+            compare(f"{shape}, training", engines, flags.rounds)
 
 
 if __name__ == "__main__":

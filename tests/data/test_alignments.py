@@ -59,9 +59,8 @@ def linked_words(batch: Batch) -> list[tuple[str, str]]:
 
 
 def spelled(row: np.ndarray, at: int) -> str:
-    """The word of a token, or EOS. A lone ▁ counts for the word before it."""
+    """The word of a token, or EOS."""
     names = TOKENIZER.source.tokens(row.tolist())
-    at -= names[at] == "▁" and at > 0 and names[at - 1] != "</s>"
     if names[at] == "</s>":
         return "</s>"
     first = max(i for i in range(at + 1) if names[i].startswith("▁"))

@@ -446,7 +446,7 @@ class TrainingConfig(Section, prefix="training."):
     simcut: NonNegative = 0.0
     """Weight alpha of SimCut (Gao et al., 2022): each pair passes through the model again with some
     tokens' embeddings replaced by zeros, and the loss includes the KL divergence between the first
-    prediction and this one. Doubles the cost of a step. 3 is the paper's value; 0: off."""
+    prediction and this one. Doubles the cost of a step, or more. 3 is the paper's value; 0: off."""
     simcut_rate: Fraction = 0.05
     """SimCut: probability that a token's embedding is replaced by zeros."""
     guided_alignment: NonNegative = 0.0
