@@ -148,6 +148,7 @@ def main() -> None:
     def chosen(engines: dict[str, Callable[[], int]]) -> dict[str, Callable[[], int]]:
         return {name: engines[name] for name in flags.engines}
 
+    jax.config.update("jax_default_matmul_precision", "highest")  # float32 on every CPU
     print("| | ours, tokens/s | transformers | ours / theirs |\n|---|---|---|---|")
     for shape in flags.shapes:
         with tempfile.TemporaryDirectory() as folder:
