@@ -50,7 +50,7 @@ from .tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from .tokenization.subword_model import SubwordModel
 from .tokenization.tokenizer import Tokenizer
 from .training.loop import train
-from .training.loss import smoothed_cross_entropy
+from .training.loss import TwoPasses, smoothed_cross_entropy
 from .training.optimizer import learning_rate_schedule, make_optimizer
 
 __all__ = [
@@ -97,6 +97,7 @@ __all__ = [
     "Transformer",
     "Translation",
     "Translator",
+    "TwoPasses",
     "UserError",
     "attention_mask",
     "batch_sharding",
