@@ -142,7 +142,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["t5-small", "nllb-600M"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["decoding", "training"])
-    parser.add_argument("--engines", nargs="+", default=["transformers", "ours"])
+    names = ["transformers", "ours"]
+    parser.add_argument("--engines", nargs="+", choices=names, default=names)
     flags = parser.parse_args()
 
     def chosen(engines: dict[str, Callable[[], int]]) -> dict[str, Callable[[], int]]:

@@ -184,7 +184,7 @@ class Engine:
         self.method = _method(config, suppress, start_id, free_prefix)
         positions = model.config.position_limit
         self.longest_source = min(config.max_source_length, positions)
-        self._longest_target = min(config.max_length or positions, positions)
+        self._longest_target = config.longest_target(positions, positions)
         self.buckets = make_buckets(self.longest_source, config.batch_size)
         self._device = device
         self._graph, self.parameters = nnx.split(model, nnx.Param)

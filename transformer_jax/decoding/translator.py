@@ -71,9 +71,7 @@ class Translator:
         self._glossary = self.tokenized(glossary or {}, "The glossary")
         self._devices = devices
         self._scorer: Scorer | None = None
-        positions = model.config.position_limit
-        longest = min(self.config.max_length or positions, positions) - 1
-        self._longest_prefix = min(self.config.max_extra_length, longest)
+        self._longest_prefix = self.config.longest_target(1, model.config.position_limit) - 1
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
         free = 1 if tokenizer.languages.tokens or tokenizer.languages.target else 0

@@ -123,9 +123,8 @@ def from_transformers(
 def length_limits(config: Config) -> tuple[int, int]:
     """Return the maximum source and target lengths for decoding, in tokens including EOS."""
     decoding, positions = config.decoding, config.model.position_limit
-    source = min(decoding.max_source_length, positions)
-    longest = min(decoding.max_length or positions, positions)
-    return source, min(decoding.max_source_length + decoding.max_extra_length, longest)
+    source = decoding.max_source_length
+    return min(source, positions), decoding.longest_target(source, positions)
 
 
 def _forbidden(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:

@@ -554,6 +554,12 @@ class DecodingConfig(Section, prefix="decoding."):
     """Matrices of the model: in model.dtype, or rounded to 8-bit integers, as are the inputs of
     their matmuls. int8 needs a CPU with avx512_vnni."""
 
+    def longest_target(self, source_length: int, positions: int) -> int:
+        """Return the maximum length of a translation, EOS included, for a source of this length and
+        a model with this many positions.
+        """
+        return min(source_length + self.max_extra_length, self.max_length or positions, positions)
+
     def rules(self) -> Iterator[Rule]:
         yield (
             "min_length",

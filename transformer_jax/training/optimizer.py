@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,10 +101,9 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     """
 
     def axes(path: tuple[Any, ...], x: jax.Array) -> MuonDimensionNumbers | None:
-        name = parameter_name(path)
-        if not name.endswith(".kernel"):
+        if not parameter_name(path).endswith(".kernel"):
             return None
-        inputs = x.ndim - 1 if name.endswith("output.kernel") else 1
+        inputs = _input_axes(path, x)
         return MuonDimensionNumbers(tuple(range(inputs)), tuple(range(inputs, x.ndim)))
 
     return optax.contrib.muon(
@@ -124,10 +124,14 @@ def _merged(parameters: Any) -> Any:
     def merge(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         if x.ndim < 3:
             return x
-        last = x.shape[-1] if parameter_name(path).endswith("output.kernel") else x[0].size
-        return x.reshape(-1, last)
+        return x.reshape(math.prod(x.shape[: _input_axes(path, x)]), -1)
 
     return jax.tree_util.tree_map_with_path(merge, parameters)
+
+
+def _input_axes(path: tuple[Any, ...], x: jax.Array) -> int:
+    """Return the number of axes of a kernel's inputs, which come first: [D, H, K] and [H, K, D]."""
+    return x.ndim - 1 if parameter_name(path).endswith("output.kernel") else 1
 
 
 def check_frozen(patterns: Sequence[str], parameters: Any) -> None:

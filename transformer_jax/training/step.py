@@ -112,9 +112,10 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     training, optimizer = config.training, config.optimizer
     steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
     passes = None
-    if training.r_drop or training.simcut:
-        method: Any = "r_drop" if training.r_drop else "simcut"
-        passes = TwoPasses(method, training.r_drop or training.simcut)
+    if training.r_drop:
+        passes = TwoPasses("r_drop", training.r_drop)
+    if training.simcut:
+        passes = TwoPasses("simcut", training.simcut)
     settings = StepConfig(
         config.model,
         optimizer,
