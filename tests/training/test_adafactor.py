@@ -179,15 +179,18 @@ def test_the_state_is_small_on_every_device() -> None:
         assert state <= most * parameters
 
 
-def test_a_run_resumes_bit_exactly_and_only_with_the_same_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_a_run_resumes_bit_exactly_and_only_with_the_same_optimizer(
+    name: str, tmp_path: Path
+) -> None:
     config = no_evaluation(tiny(steps=4, checkpoint_every=2, average=1))
-    config = changed(config, optimizer={"name": "adafactor"}, model={"d_model": 128, "d_ff": 128})
+    config = changed(config, optimizer={"name": name}, model={"d_model": 128, "d_ff": 128})
     train(config, tmp_path / "whole", devices=ONE)
     train(changed(config, training={"steps": 2}), tmp_path / "resumed", devices=ONE)
     other = changed(config, optimizer={"name": "adam"})
-    with pytest.raises(UserError, match="optimizer.name: 'adafactor' in the checkpoint, 'adam'"):
+    with pytest.raises(UserError, match=f"optimizer.name: {name!r} in the checkpoint, 'adam'"):
         train(other, tmp_path / "resumed", devices=ONE, allow_changes=True)
     train(config, tmp_path / "resumed", devices=ONE)
     chex.assert_trees_all_equal(
-        *(final_state(config, tmp_path / name) for name in ("whole", "resumed"))
+        *(final_state(config, tmp_path / run) for run in ("whole", "resumed"))
     )

@@ -1,21 +1,16 @@
-"""Muon: its equations, its matrices on any mesh, resuming."""
+"""Muon: its equations, its matrices on any mesh. test_adafactor.py tests resuming."""
 
-from pathlib import Path
+import dataclasses
 from typing import Any
 
-import chex
 import jax
 import numpy as np
 import optax
 import pytest
-from runs import ONE, changed, final_state, no_evaluation, tiny
+from test_adafactor import losses, step_functions
 
-from transformer_jax.data.batching import Batch
-from transformer_jax.devices.sharding import make_mesh
-from transformer_jax.settings.config import Config, MeshConfig, ModelConfig, OptimizerConfig
-from transformer_jax.training.loop import train
+from transformer_jax.settings.config import MeshConfig, OptimizerConfig
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.step import make_step_functions
 
 SETTINGS = OptimizerConfig(
     name="muon", warmup_steps=1, peak_learning_rate=0.01, decay="constant", epsilon=1e-9
@@ -83,39 +78,11 @@ def test_four_steps_follow_the_equations() -> None:
 
 @pytest.mark.devices(8)
 def test_losses_on_a_mesh_equal_those_on_one_device() -> None:
-    model = ModelConfig(
-        vocab_size=64,
-        d_model=32,
-        d_ff=64,
-        num_heads=4,
-        num_layers=1,
-        dtype="float32",
-        dropout=0.0,
-        attention_bias=True,
-    )
-
-    def losses(mesh: MeshConfig, devices: int) -> list[float]:
-        config = Config(model=model, optimizer=SETTINGS, mesh=mesh)
-        run = make_step_functions(config, make_mesh(mesh, jax.devices()[:devices]))
-        state, found = run.init(), []
-        for step in range(4):
-            sides = np.random.default_rng(step).integers(4, 64, (2, 16, 7)).astype(np.int32)
-            state, metrics = run.train_step(state, Batch(*sides))
-            found.append(float(metrics.sums.loss / metrics.sums.tokens))
-        return found
-
-    expected = losses(MeshConfig(), 1)
+    small = {"vocab_size": 256, "d_model": 32, "d_ff": 64, "num_heads": 4, "dropout": 0.0}
+    muon = {field.name: getattr(SETTINGS, field.name) for field in dataclasses.fields(SETTINGS)}
+    settings = {"model": small, "optimizer": muon}
+    expected = losses(step_functions(MeshConfig(), 1, **settings))
     assert expected[-1] < expected[0]
     for mesh in (MeshConfig(2, 2, 2), MeshConfig(fsdp=8)):
-        np.testing.assert_allclose(losses(mesh, 8), expected, rtol=1e-4, err_msg=str(mesh))
-
-
-def test_a_run_resumes_bit_exactly(tmp_path: Path) -> None:
-    config = no_evaluation(tiny(steps=4, checkpoint_every=2, average=1))
-    config = changed(config, optimizer={"name": "muon"})
-    train(config, tmp_path / "whole", devices=ONE)
-    train(changed(config, training={"steps": 2}), tmp_path / "resumed", devices=ONE)
-    train(config, tmp_path / "resumed", devices=ONE)
-    chex.assert_trees_all_equal(
-        *(final_state(config, tmp_path / name) for name in ("whole", "resumed"))
-    )
+        found = losses(step_functions(mesh, 8, **settings))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, err_msg=str(mesh))
