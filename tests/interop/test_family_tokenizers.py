@@ -33,6 +33,9 @@ SPECIAL += [
     "▁",
     "▁the",
     "<unused_7>",
+    "<2de>",
+    "<2xx>",
+    ">>deu<<",
 ]
 RANGES = [(32, 127), (1, 32), (0xA0, 0x250), (0x300, 0x370), (0x400, 0x500), (0x600, 0x700)]
 RANGES += [(0x900, 0x980), (0x4E00, 0x4F00), (0x1F300, 0x1F650), (0xFE00, 0xFF00), (0x2000, 0x2070)]
@@ -79,6 +82,7 @@ LANGUAGES: dict[str, list[str]] = {
     "m2m_100": [f"__{code}__" for code in m2m_100.FAIRSEQ_LANGUAGE_CODES["m2m100"]],
     "mbart": mbart50.FAIRSEQ_LANGUAGE_CODES,
 }
+TAGS = ["<2en>", "<2de>", "<2zh_Hant>"]
 # family, class of its tokenizer, file of its SentencePiece model, and how it is trained
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "nllb": ("M2M100", "NllbTokenizer", FAIRSEQ, {"model_type": "bpe"}),
@@ -86,6 +90,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "mbart": ("MBart", "MBart50Tokenizer", FAIRSEQ, {}),
     "t5": ("T5", "T5Tokenizer", T5, T5_IDS),
     "mt5": ("MT5", "T5Tokenizer", T5, T5_IDS),
+    "madlad": ("T5", "T5Tokenizer", T5, T5_IDS | {"user_defined_symbols": TAGS}),
     "pegasus": ("Pegasus", "PegasusTokenizer", T5, T5_IDS),
     "byt5": ("T5", "ByT5Tokenizer", "", {}),
     "bart": ("Bart", "BartTokenizer", "", {}),
@@ -206,6 +211,31 @@ def test_folders_with_only_a_sentencepiece_model(case, pair) -> None:
         [ids] = ours.source.encode([line])
         assert ids == expected(theirs, ours, line)
         assert ours.source.decode(ids) == line
+
+
+@pytest.mark.parametrize("resaved", [True, False])
+def test_the_language_of_the_target_begins_a_source_line(resaved, pair) -> None:
+    theirs, ours = pair("madlad", resaved)
+    assert list(ours.languages.tokens) == ["en", "de", "zh_Hant"]
+    lines = [line for line in hostile(300, special=[]) if line.strip()]
+    german = ours.with_languages("en", "de")
+    for line, ids in zip(lines, german.source.encode(lines)):
+        if resaved:
+            assert ids == expected(theirs, ours, f"<2de> {line}"), line
+        assert ids == ours.source.encode([f"<2de> {line}"])[0]
+    assert german.target.encode(lines) == ours.source.encode(lines)
+    for tokenizer, codes, tag in [
+        (ours, ("en", "de"), "<2de>"),
+        (german, ("", ""), "<2de>"),
+        (german, ("", "en"), "<2en>"),
+        (ours, ("de", ""), ""),
+    ]:
+        assert tokenizer.first_ids(*codes) == (ours.source.encode([tag])[0], [])
+    for field in ("source_language", "target_language"):
+        with pytest.raises(UserError, match=f"{field} is 'xx'; expected one of: en, de, zh_Hant"):
+            ours.with_languages(**{field.removesuffix("_language"): "xx"})
+        with pytest.raises(UserError, match=f"Line 3: {field} is 'xx'; expected one of: en, de"):
+            ours.first_ids(**{field: "xx"}, name="Line 3: ")
 
 
 def test_byt5_has_no_tokenizer_file(pair) -> None:

@@ -27,6 +27,7 @@ from transformer_jax.decoding.__main__ import main
 from transformer_jax.decoding.ensemble import load_models
 from transformer_jax.interop.huggingface_import import import_into
 from transformer_jax.report.attention import sentence_attention
+from transformer_jax.serving.flags import _all_pairs
 from transformer_jax.settings.config import (
     BatchConfig,
     DataConfig,
@@ -124,6 +125,40 @@ def test_decode_takes_flags_and_fields(tool, folder, translator, tmp_path, capsy
     bad = ["--target-language", "xx", "--input", str(tmp_path / "in.jsonl"), "--resume"]
     assert main([*command, *bad]) == 2
     assert "expected one of: eng_Latn, deu_Latn" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory) -> Path:
+    """A model as MADLAD-400: a source line begins with the language of its target."""
+    theirs, ours = tmp_path_factory.mktemp("madlad"), tmp_path_factory.mktemp("model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "languages", lambda case: ["<2en>", "<2de>"])
+        families.write("t5 1.1", theirs)
+    import_into(theirs, ours)
+    return ours
+
+
+def test_a_tag_is_the_language_of_the_target(tagged) -> None:
+    translator = Translator.from_workdir(tagged)
+    german = {"source_language": "en", "target_language": "de"}
+    found = _found(translator, _requests(**german))
+    assert found == _found(translator, [f"<2de> {line}" for line in LINES])
+    assert found == _found(Translator.from_pretrained(tagged, target_language="de"), LINES)
+    assert found != _found(translator, _requests(target_language="en"))
+    [best], *_ = translator.stream(_requests(**german))
+    assert best.token_log_probs[0] < 0  # no forced token, so none is free
+    scorer = Scorer(translator.model, translator.tokenizer, translator.config)
+    sources = _requests(**german), [f"<2de> {line}" for line in LINES]
+    scored, as_text = (scorer.score(list(zip(each, LINES))) for each in sources)
+    assert scored == as_text and all(each.token_log_probs[0] < 0 for each in scored)
+    limited = Translator.from_workdir(tagged, max_source_length=8)
+    text = " ".join(f"w{i % 24}" for i in range(40))
+    sentences = limited.sentences(Request(text, "w1", target_language="de"))
+    [tag] = translator.tokenizer.source.ids(["<2de>"])
+    assert len(sentences) > 4
+    assert {sentence.tokens[0] for sentence in sentences} == {tag}
+    assert [len(sentence.prefix) for sentence in sentences] == [1] + [0] * (len(sentences) - 1)
+    assert _all_pairs(str(tagged)) == [("en", "de"), ("de", "en")]
 
 
 def test_scores_and_attention_are_those_of_the_search(folder, translator) -> None:

@@ -81,21 +81,20 @@ class Scorer:
             UserError: a source or target is not text, or a language is unknown.
         """
         requests, targets = [], []
-        firsts = list[list[int]]()
+        firsts = list[tuple[list[int], list[int]]]()
         for number, (source, target) in enumerate(pairs, 1):
             request, line = Request.of(source, number), f"Line {number}"
             check_text(request.text, f"{line}: source")
             check_text(target, f"{line}: target")
-            field = f"{line}: target_language"
-            firsts.append(self.tokenizer.target.first_ids(request.target_language, field))
+            firsts.append(self._first_ids(request))
             requests.append(request)
             targets.append(target)
         tokens = self.tokenizer.target.encode(targets, first=())
-        encoded = [first + its for first, its in zip(firsts, tokens)]
+        encoded = [first + its for (_, first), its in zip(firsts, tokens)]
         scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
         alpha, offset = self.config.length_penalty, self.config.length_offset
         translations = []
-        for text, first, ids, log_probs in zip(targets, firsts, encoded, scored):
+        for text, (_, first), ids, log_probs in zip(targets, firsts, encoded, scored):
             # The language is free, as in the search.
             log_probs = np.where(np.arange(len(log_probs)) < len(first), 0, log_probs)
             log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
@@ -127,12 +126,13 @@ class Scorer:
         return aligned
 
     def _sources(self, requests: Sequence[Request]) -> list[list[int]]:
-        tokenizer = self.tokenizer.source
-        encoded = tokenizer.encode([request.text for request in requests], first=())
-        return [
-            tokenizer.first_ids(each.source_language, f"Line {each.number}: source_language") + ids
-            for each, ids in zip(requests, encoded)
-        ]
+        texts = [request.text for request in requests]
+        encoded = self.tokenizer.source.encode(texts, first=())
+        return [self._first_ids(each)[0] + ids for each, ids in zip(requests, encoded)]
+
+    def _first_ids(self, its: Request) -> tuple[list[int], list[int]]:
+        languages = its.source_language, its.target_language
+        return self.tokenizer.first_ids(*languages, f"Line {its.number}: ")
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
         """Return the natural log-probabilities of each target's tokens, then of EOS, in float32.

@@ -74,7 +74,8 @@ class Translator:
         self._longest_prefix = self.config.longest_target(1, model.config.position_limit) - 1
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
-        free = 1 if tokenizer.languages.tokens or tokenizer.languages.target else 0
+        languages = tokenizer.languages
+        free = int(bool(languages.target or languages.tokens) and not languages.tagged)
         self.engines = [
             Engine(model, share, suppress=suppress, free_prefix=free, device=device)
             for device in devices or [None]
@@ -226,7 +227,7 @@ class Translator:
         if not request.text.strip():
             return []
         limit = self.engines[0].longest_source - 1  # EOS takes one position
-        first = self.tokenizer.source.first_ids(request.source_language)
+        first, _ = self._first_ids(request)
         [tokens] = segments = self.tokenizer.source.encode([request.text], first=first)
         if len(tokens) > limit:
             segments = split(request.text, limit, self.tokenizer, first)
@@ -305,6 +306,10 @@ class Translator:
             tuple(x for hypothesis in hypotheses for x in hypothesis.token_log_probs),
         )
 
+    def _first_ids(self, request: Request) -> tuple[list[int], list[int]]:
+        languages = request.source_language, request.target_language
+        return self.tokenizer.first_ids(*languages, f"{_name(request)}: ")
+
     def check(self, request: Request) -> list[int]:
         """Check a request. Returns the token ids of its prefix, which is ignored if the text is
         blank. Raises ``UserError`` if the request is invalid.
@@ -313,9 +318,7 @@ class Translator:
         check_text(request.text, line)
         self.tokenized(request.glossary, f"{line}: glossary")
         check_text(request.prefix, f"{line}: prefix")
-        self.tokenizer.source.first_ids(request.source_language, f"{line}: source_language")
-        field = f"{line}: target_language"
-        first = self.tokenizer.target.first_ids(request.target_language, field)
+        _, first = self._first_ids(request)
         if not request.text.strip():
             return []
         if not request.prefix:

@@ -160,7 +160,14 @@ _T5 = {
 
 
 def _t5(name: str, **settings: Any) -> Family:
-    return Family(name, _T5_LIBRARY, _T5_FIELDS, _T5 | settings, first_tokens=())
+    return Family(
+        name,
+        _T5_LIBRARY,
+        _T5_FIELDS,
+        _T5 | settings,
+        languages="<2([A-Za-z_]+)>",  # MADLAD-400
+        first_tokens=(),
+    )
 
 
 FAMILIES = {

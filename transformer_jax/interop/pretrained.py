@@ -281,14 +281,16 @@ class Pretrained:
     def _languages(self) -> Languages:
         token_of = {i: token for token, i in self.vocabulary.items()}
         forced = token_of.get(self._search[0].get("forced_bos_token_id", -1), "")
-        if not self.family.languages:
-            first = "<s>" if self.kind == "bart" else ""
-            return Languages({}, first, first or forced)
         tokens = {
             match[match.lastindex or 0]: token
             for token in sorted(self.vocabulary, key=self.vocabulary.__getitem__)
-            if (match := re.fullmatch(self.family.languages, token))
+            if self.family.languages and (match := re.fullmatch(self.family.languages, token))
         }
+        if not tokens:
+            first = "<s>" if self.kind == "bart" else ""
+            return Languages({}, first, first or forced)
+        if Languages(tokens).tagged:
+            return Languages(tokens)
         settings = read_json(self.folder / "tokenizer_config.json", missing_ok=True)
         start = token_of.get(self.theirs.get("decoder_start_token_id", -1))
         its_class = str(settings.get("tokenizer_class"))

@@ -42,11 +42,13 @@ class SubwordModel:
         self,
         model: bytes,
         vocabulary: Sequence[str] = (),
-        *,
         first: str = "",
         languages: Mapping[str, str] = MappingProxyType({}),
+        *,
+        tagged: bool = False,
     ) -> None:
         self.model, self.first, self.languages = model, first, languages
+        self._begins_with_tag = tagged
         self._foreign = bool(vocabulary)
         self._processor: Any
         if model.startswith(b"{"):
@@ -76,17 +78,20 @@ class SubwordModel:
         """Return the token that begins every line in this language ("": the default), or "".
 
         Raises ``UserError``, which names ``field``, for an unknown language, and for "" if the
-        model has languages but no default.
+        model has languages but no default (except tags, which the text can have).
         """
-        missing = not language and self.languages and not self.first
+        missing = self.languages and not (language or self.first or self._begins_with_tag)
         if missing or (language and language not in self.languages):
             known = ", ".join(self.languages) or "none, because the model has no language codes"
             raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
         return self.languages[language] if language else self.first
 
     def first_ids(self, language: str = "", field: str = "target_language") -> list[int]:
-        """Return the id of ``first_token``, or an empty list."""
-        return self.ids(filter(None, [self.first_token(language, field)]))
+        """Return the id of ``first_token``, or an empty list. A tag is encoded as text."""
+        token = self.first_token(language, field)
+        if self._begins_with_tag:
+            return self.encode([token], first=())[0]
+        return self.ids([token] if token else [])
 
     @property
     def vocab_size(self) -> int:

@@ -48,6 +48,11 @@ class Languages(NamedTuple):
     target: str = ""
     """Token before every target line by default; '': none."""
 
+    @property
+    def tagged(self) -> bool:
+        """True if source lines begin with the language of the target, as in MADLAD-400 (<2de>)."""
+        return any(token.startswith("<2") for token in self.tokens.values())
+
 
 @dataclass(eq=False)
 class Tokenizer:
@@ -73,13 +78,15 @@ class Tokenizer:
 
     def __post_init__(self) -> None:
         tokens, *first = self.languages
+        sides = tokens, {} if self.languages.tagged else tokens
         models = self.source_model, self.target_model or self.source_model
         vocabularies = self.vocabulary, self.target_vocabulary or self.vocabulary
         self.source, self.target = (
-            SubwordModel(model, vocabulary, first=its_first, languages=tokens)
-            for model, vocabulary, its_first in zip(models, vocabularies, first)
+            SubwordModel(model, vocabulary, its_first, its_tokens, tagged=self.languages.tagged)
+            for model, vocabulary, its_first, its_tokens in zip(models, vocabularies, first, sides)
         )
-        if len(self._models) == 1 and first[0] == first[1] and not self.target_vocabulary:
+        alike = first[0] == first[1] and sides[0] == sides[1]
+        if len(self._models) == 1 and alike and not self.target_vocabulary:
             self.target = self.source
 
     @classmethod
@@ -130,11 +137,27 @@ class Tokenizer:
         Raises ``UserError`` for a language that the model does not have.
         """
         its = self.languages
-        changed = its._replace(
-            source=self.source.first_token(source, "source_language") if source else its.source,
-            target=self.target.first_token(target, "target_language") if target else its.target,
-        )
-        return replace(self, languages=changed)
+        new_source = self.source.first_token(source, "source_language") if source else its.source
+        if its.tagged:
+            tag = self.source.first_token(target) if target else its.source
+            return replace(self, languages=its._replace(source=tag))
+        new_target = self.target.first_token(target) if target else its.target
+        return replace(self, languages=its._replace(source=new_source, target=new_target))
+
+    def first_ids(
+        self, source_language: str = "", target_language: str = "", name: str = ""
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids before the source and before the target of a line in these languages.
+
+        ``name`` of the line is for messages. Raises ``UserError`` for an unknown language, and for
+        "" if the model has languages but no default.
+        """
+        fields = f"{name}source_language", f"{name}target_language"
+        if not self.languages.tagged:
+            source = self.source.first_ids(source_language, fields[0])
+            return source, self.target.first_ids(target_language, fields[1])
+        self.source.first_ids(source_language, fields[0])
+        return self.source.first_ids(target_language, fields[1]), []
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """Return a copy with missing ``symbols`` appended. Existing ids do not change.
@@ -259,7 +282,7 @@ def _vocabulary(tokens: Sequence[str] = ()) -> Sequence[str]:
 
 def _languages(tokens: Mapping[str, Any] | None = None) -> Languages:
     languages = Languages(**tokens or {})
-    _vocabulary([*languages.tokens.values(), *languages[1:]])
+    _vocabulary([*languages.tokens.values(), languages.source, languages.target])
     return languages
 
 
