@@ -16,6 +16,13 @@ _LINE_BREAKS = re.compile(f"({_BREAK}+)")
 _SPACE, _SPACES = re.compile(r"\s"), re.compile(r"\s+")
 # sentencex panics on unpaired surrogates and on some multi-byte whitespace.
 _UNSAFE = re.compile(rf"{_BREAK}|[\ud800-\udfff]|[^\S\x00-\x7f]")
+# sentencex knows two-letter codes; NLLB's have three. Other languages have no rules of their own.
+_CODES = (
+    "amh:am bak:ba bul:bg cat:ca ces:cs dan:da deu:de ell:el fin:fi fra:fr glg:gl grn:gn hat:ht "
+    "hye:hy ita:it kaz:kk lim:li lin:ln ltz:lb nld:nl oci:oc pol:pl por:pt rus:ru slk:sk spa:es "
+    "tam:ta tat:tt ukr:uk wol:wo"
+)
+_TWO_LETTERS = dict(code.split(":") for code in _CODES.split())
 # sentencex takes quadratic time on some texts.
 _WINDOW = 2000
 
@@ -49,13 +56,15 @@ class Cut:
 
 
 def cut(text: str, *, language: str, split: bool) -> Cut:
-    """Split a text into sentences. An unknown ``language`` code is treated as English.
+    """Split a text into sentences. An unknown ``language`` code is treated as English; codes such
+    as de, de-AT, de_DE and deu_Latn are German.
 
     Lines are split separately. Parts without a letter or digit are not translated. If ``split`` is
     false, the text is one sentence and its line breaks become spaces. Unpaired surrogates are kept,
     so check texts first.
     """
     language = re.split("[-_]", language.lower())[0]
+    language = _TWO_LETTERS.get(language, language)
     wanted = re.compile(r"[^\W_]" if split else r"\S")
     units: Iterable[str] = [text]
     if split:
