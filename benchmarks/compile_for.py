@@ -193,7 +193,7 @@ def lowered_search(engine: Engine, sharding: Any = None) -> jax.stages.Lowered:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         (engine._weights, rows, block, np.int32(0), np.int32(0)),
     )
-    return engine._compiled.admit_and_decode.lower(*given, bucket=bucket)
+    return engine._compiled.admit_and_decode.lower(*given)
 
 
 def _compile(lowered: Any) -> tuple[str, Answer]:

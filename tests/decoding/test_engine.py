@@ -102,7 +102,7 @@ def of_all_lengths():
     search, exact = engine._search, {"compiler_options": dict(USERS_CODE_GENERATOR)}
     engine._compiled = engine._compiled._replace(
         encode=jax.jit(search.encode, static_argnames="bucket", **exact),
-        admit_and_decode=jax.jit(search.admit_and_decode, static_argnames="bucket", **exact),
+        admit_and_decode=jax.jit(search.admit_and_decode, **exact),
     )
     sentences = [
         Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist(), wanted=2)

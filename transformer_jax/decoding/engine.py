@@ -25,7 +25,7 @@ from transformer_jax.decoding.continuous_batching import (
 )
 from transformer_jax.decoding.devices import on_device
 from transformer_jax.decoding.ensemble import Ensemble
-from transformer_jax.decoding.length_buckets import Bucket, make_block, make_buckets
+from transformer_jax.decoding.length_buckets import Bucket, Padded, make_block, make_buckets
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Hypothesis, Method, Sentence, results
 from transformer_jax.decoding.terms import SIZES
@@ -58,77 +58,48 @@ class _Search(NamedTuple):
 
     graph: nnx.GraphDef[Any]
     method: Method
-    max_extra_length: int
-    max_length: int
-
-    def longest_target(self, source_length: int) -> int:
-        """Return the maximum target length, EOS included, for a source of this length."""
-        return min(source_length + self.max_extra_length, self.max_length)
-
-    def start_cache(
-        self, weights: Any, source_BS: jax.Array, bucket: Bucket, *, max_length: int = 0
-    ) -> Any:
-        """Encode sources and build their KV cache, by default without target positions."""
-        model: Any = nnx.merge(self.graph, weights)
-        with on_one_device():
-            memory_BSD = model.encode(source_BS)
-        return model.start_cache(
-            memory_BSD,
-            source_BS != PAD_ID,
-            beam_size=self.method.beam_size,
-            max_length=max_length,
-            source_capacity=bucket.lengths[-1],
-        )
 
     def admit_and_decode(
-        self,
-        weights: Any,
-        rows: Rows,
-        block: Rows,
-        max_steps: jax.Array,
-        stop_after: jax.Array,
-        bucket: Bucket,
+        self, weights: Any, rows: Rows, block: Rows, max_steps: jax.Array, stop_after: jax.Array
     ) -> tuple[Rows, Found]:
         """Run ``continuous_batching.admit_and_decode`` with the model."""
         step = nnx.merge(self.graph, weights).decode_step
         rows, evicted, _ = admit_and_decode(self.method, step, rows, block, max_steps, stop_after)
         return rows, evicted
 
-    def encode(
-        self,
-        weights: Any,
-        source_QS: jax.Array,
-        number_Q: jax.Array,
-        requests: dict[str, jax.Array],
-        bucket: Bucket,
-    ) -> Rows:
-        """Encode sentences and start their search. ``requests`` are for ``Method.start``."""
-        cache = self.start_cache(weights, source_QS, bucket)
-        longest = self.longest_target(bucket.lengths[-1])
-        return Rows(number_Q, self.method.start(**requests, max_length=longest), cache)
-
-    def idle_rows(self, weights: Any, bucket: Bucket) -> Rows:
-        """Create idle rows."""
-        num_rows, longest = bucket.rows, self.longest_target(bucket.lengths[-1])
-        source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
-        start = partial(self.start_cache, bucket=bucket, max_length=longest)
-        shapes = jax.eval_shape(start, weights, source_BS)
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / 1e9
-        terms_BKAM = jnp.full((num_rows, *bucket.terms), -1) if bucket.terms else None
-        said = "Compiling the search for %d sentences of up to %d tokens (KV cache: %.1f GB)."
-        logger.info(said, num_rows, bucket.lengths[-1], size)
-        state = self.method.start(
-            jnp.zeros(num_rows, jnp.int32),
-            max_length=longest,
-            prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
-            seed_B=jnp.zeros(num_rows, jnp.uint32),
-            terms_BKAM=terms_BKAM,
+    def encode(self, weights: Any, padded: Padded, bucket: Bucket, max_length: int = 0) -> Rows:
+        """Encode sentences and start their search. ``max_length`` is the number of target positions
+        in the KV cache.
+        """
+        model: Any = nnx.merge(self.graph, weights)
+        with on_one_device():
+            memory_BSD = model.encode(padded.source_BS)
+        cache = model.start_cache(
+            memory_BSD,
+            padded.source_BS != PAD_ID,
+            beam_size=self.method.beam_size,
+            max_length=max_length,
+            source_capacity=bucket.lengths[-1],
         )
-        return Rows(jnp.full(num_rows, EMPTY, jnp.int32), state, shapes.empty_like())
+        return Rows(padded.number_B, self.method.start(**padded.start), cache)
+
+    def idle_rows(self, weights: Any, padded: Padded, bucket: Bucket) -> Rows:
+        """Create idle rows with the shapes of ``padded``, which has one row."""
+        longest = padded.start["prefix_BP"].shape[1]
+        encode = partial(self.encode, bucket=bucket, max_length=longest)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros((bucket.rows, *x.shape[1:]), x.dtype),
+            jax.eval_shape(encode, weights, padded),
+        )
+        size = sum(x.nbytes for x in jax.tree.leaves(zeros.cache)) / 1e9
+        said = "Compiling the search for %d sentences of up to %d tokens (KV cache: %.1f GB)."
+        logger.info(said, bucket.rows, bucket.lengths[-1], size)
+        idle = zeros.state._replace(done_B=~zeros.state.done_B)
+        return Rows(zeros.number_B + EMPTY, idle, zeros.cache.empty_like())
 
 
 class _Compiled(NamedTuple):
-    """Jitted functions of weights and arrays, with a static ``bucket``."""
+    """Jitted functions of weights and arrays; the bucket is static."""
 
     encode: Any
     admit_and_decode: Any
@@ -142,7 +113,6 @@ def _compiled(search: _Search) -> _Compiled:
         jax.jit(search.encode, static_argnames="bucket"),
         jax.jit(
             search.admit_and_decode,
-            static_argnames="bucket",
             donate_argnames="rows",
             compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
         ),
@@ -184,7 +154,7 @@ class Engine:
         self.method = _method(config, suppress, start_id, free_prefix)
         positions = model.config.position_limit
         self.longest_source = min(config.max_source_length, positions)
-        self._longest_target = config.longest_target(positions, positions)
+        self._longest_target = partial(config.longest_target, positions=positions)
         self.buckets = make_buckets(self.longest_source, config.batch_size)
         self._device = device
         self._graph, self.parameters = nnx.split(model, nnx.Param)
@@ -211,9 +181,7 @@ class Engine:
                 with_cast_weights(self.model, self.config.weights), nnx.Param
             )
             self._weights = nnx.to_pure_dict(weights)
-            self._search = _Search(
-                graph, self.method, self.config.max_extra_length, self._longest_target
-            )
+            self._search = _Search(graph, self.method)
             self._compiled = _compiled(self._search)
 
     @property
@@ -244,7 +212,7 @@ class Engine:
                 max_steps = _ALL if block is blocks[-1] else 0
                 encoded = self.encode(bucket, block)
                 rows, evicted = self.admit_and_decode(
-                    bucket, rows, encoded, max_steps=max_steps, stop_after=_ALL
+                    rows, encoded, max_steps=max_steps, stop_after=_ALL
                 )
                 yield evicted
             yield self.results(rows)
@@ -270,17 +238,17 @@ class Engine:
 
     def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Rows:
         """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
-        block = make_block(bucket, sentences, self._search.longest_target)
-        # ``rows`` makes no difference; this way all numbers of rows share the compiled encoders.
+        # The number of rows makes no difference, so all share the compiled encoders.
         bucket = bucket._replace(rows=bucket.block_size)
-        return self._compiled.encode(self._weights, *block, bucket=bucket)
+        padded = make_block(bucket, sentences, self._longest_target)
+        return self._compiled.encode(self._weights, padded, bucket=bucket)
 
     def admit_and_decode(
-        self, bucket: Bucket, rows: Rows, block: Rows, *, max_steps: int, stop_after: int
+        self, rows: Rows, block: Rows, *, max_steps: int, stop_after: int
     ) -> tuple[Rows, Found]:
         """Run ``continuous_batching.admit_and_decode`` on the device; donates ``rows``."""
         limits = np.int32(max_steps), np.int32(stop_after)
-        return self._compiled.admit_and_decode(self._weights, rows, block, *limits, bucket=bucket)
+        return self._compiled.admit_and_decode(self._weights, rows, block, *limits)
 
     resized = staticmethod(resized)
 
@@ -293,7 +261,8 @@ class Engine:
 
     def new_rows(self, bucket: Bucket) -> Rows:
         """Create idle batch rows on the device."""
-        return self._compiled.idle_rows(self._weights, bucket=bucket)
+        padded = make_block(bucket._replace(rows=1), {}, self._longest_target)
+        return self._compiled.idle_rows(self._weights, padded, bucket=bucket)
 
     def freed(self, rows: Rows, numbers: Sequence[int]) -> Rows:
         """Free the rows of the sentences with these numbers, without results."""

@@ -54,33 +54,40 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
     return tuple(Bucket(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)
 
 
+class Padded(NamedTuple):
+    """Sentences as arrays; B is the number of rows in their bucket."""
+
+    source_BS: np.ndarray
+    number_B: np.ndarray
+    """Numbers of the sentences, or EMPTY."""
+    start: dict[str, np.ndarray]
+    """Arguments of ``Method.start``."""
+
+
 def make_block(
     bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
-) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Pad the source tokens of numbered sentences to the same length. Returns the tokens, the
-    numbers and arguments of ``Method.start``. ``longest_target`` maps a source length to the
-    maximum target length.
+) -> Padded:
+    """Pad numbered sentences to the same length, and their number to ``bucket.rows``.
+    ``longest_target`` maps a source length to the maximum target length.
     """
-    size, capacity = bucket.block_size, bucket.lengths[-1]
-    length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
-    source_QS = np.full((size, length), PAD_ID, np.int32)
-    number_Q, seed_Q = np.full(size, EMPTY, np.int32), np.zeros(size, np.uint32)
-    limit_Q, wanted_Q = np.zeros((2, size), np.int32)
-    prefix_QP = np.full((size, longest_target(capacity)), NOT_FORCED, np.int32)
+    B, P = bucket.rows, longest_target(bucket.lengths[-1])
+    S = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
+    source_BS, number_B = np.full((B, S), PAD_ID, np.int32), np.full(B, EMPTY, np.int32)
+    limit_B, wanted_B = np.zeros((2, B), np.int32)
+    prefix_BP, seed_B = np.full((B, P), NOT_FORCED, np.int32), np.zeros(B, np.uint32)
+    terms_BKAM = np.full((B, *bucket.terms), -1, np.int32)
     for place, (number, sentence) in enumerate(sentences.items()):
-        source_length, prefix = len(sentence.tokens) + 1, sentence.prefix
-        source_QS[place, :source_length] = [*sentence.tokens, EOS_ID]
-        number_Q[place] = number
-        limit_Q[place] = longest_target(source_length)
-        prefix_QP[place, : len(prefix)] = prefix[: prefix_QP.shape[1]]
-        seed_Q[place] = sentence.seed
-        wanted_Q[place] = sentence.wanted
-    start = {"limit_B": limit_Q, "prefix_BP": prefix_QP, "seed_B": seed_Q, "wanted_B": wanted_Q}
+        source = [*sentence.tokens, EOS_ID]
+        source_BS[place, : len(source)] = source
+        number_B[place], seed_B[place] = number, sentence.seed
+        limit_B[place], wanted_B[place] = longest_target(len(source)), sentence.wanted
+        prefix_BP[place, : len(sentence.prefix)] = sentence.prefix[:P]
+        if sentence.terms is not None:
+            terms_BKAM[place] = sentence.terms
+    start = {"limit_B": limit_B, "prefix_BP": prefix_BP, "seed_B": seed_B, "wanted_B": wanted_B}
     if bucket.terms:
-        start["terms_BKAM"] = np.full((size, *bucket.terms), -1, np.int32)
-        for place, sentence in enumerate(sentences.values()):
-            start["terms_BKAM"][place] = -1 if sentence.terms is None else sentence.terms
-    return source_QS, number_Q, start
+        start["terms_BKAM"] = terms_BKAM
+    return Padded(source_BS, number_B, start)
 
 
 def padded_length(length: int, smallest: int) -> int:

@@ -163,17 +163,17 @@ class Method(Section, ABC):
         self,
         limit_B: Array,
         *,
-        max_length: int,
+        max_length: int = 0,
         prefix_BP: Array,
         seed_B: Array,
         wanted_B: Array | None = None,
         terms_BKAM: Array | None = None,
     ) -> SearchState:
-        """Return the initial search state. Sentences whose ``limit_B`` is 0 are skipped. Beam
-        search stops once it has the ``wanted_B`` best hypotheses (default: W); any others may not
-        be the best.
+        """Return the initial search state, for hypotheses of up to ``max_length`` tokens (default:
+        the width of ``prefix_BP``). Sentences whose ``limit_B`` is 0 are skipped. Beam search stops
+        once it has the ``wanted_B`` best hypotheses (default: W); any others may not be the best.
         """
-        B, W, L = limit_B.shape[0], self.beam_size, max_length
+        B, W, L = limit_B.shape[0], self.beam_size, max_length or prefix_BP.shape[1]
         progress = None if terms_BKAM is None else start_progress(terms_BKAM, limit_B, W)
         num_live = W if self.independent else 1
         tokens_BWL = jnp.full((B, W, L), self.pad_id, jnp.int32)

@@ -91,7 +91,7 @@ class LiveRows:
         rows = engine.new_rows(bucket)
         for length in bucket.lengths:
             block = engine.encode(bucket, {0: Sentence([0] * (length - 1))})
-            rows, _ = engine.admit_and_decode(bucket, rows, block, max_steps=1, stop_after=1)
+            rows, _ = engine.admit_and_decode(rows, block, max_steps=1, stop_after=1)
         engine.results(rows)
         for other in self._sizes:
             engine.resized(rows, other.rows)
@@ -125,7 +125,7 @@ class LiveRows:
             sentences = {number: entry.sentence for number, entry in admitted.items()}
             block = self._engine.encode(self.bucket, sentences)
         limits = {"max_steps": max_steps, "stop_after": max(1, self.bucket.rows // 4)}
-        rows, evicted = self._engine.admit_and_decode(self.bucket, self._rows, block, **limits)
+        rows, evicted = self._engine.admit_and_decode(self._rows, block, **limits)
         self._finish(evicted)
         self._finish(self._engine.results(rows))
         gone = [number for number, entry in self.running.items() if entry.future.cancelled()]
