@@ -86,13 +86,19 @@ def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
 
 
 def load_models(
-    workdir: str | Path | Sequence[str | Path], **settings: Any
+    workdir: str | Path | Sequence[str | Path],
+    *,
+    source_language: str = "",
+    target_language: str = "",
+    **settings: Any,
 ) -> tuple[Transformer | Ensemble, Tokenizer, DecodingConfig]:
     """Load the model of a training run, or an ensemble of several runs, with the tokenizer and
     decoding settings of the (first) run.
 
-    ``workdir`` is the path or URL of a work directory, a model folder or a checkpoint. ``settings``
-    override fields of the run's ``decoding`` config.
+    Args:
+      workdir: path or URL of a work directory, a model folder or a checkpoint.
+      source_language, target_language: default codes of a many-to-many model.
+      settings: override fields of the run's ``decoding`` config.
 
     Raises:
       UserError: runs have different tokenizers; see also ``load_model``.
@@ -110,7 +116,10 @@ def load_models(
             )
     decoding = replace(configs[0].decoding, **settings)
     model = models[0] if len(models) == 1 else Ensemble(models)
-    return model, tokenizers[0], decoding
+    tokenizer = tokenizers[0]
+    if source_language or target_language:
+        tokenizer = tokenizer.with_languages(source_language, target_language)
+    return model, tokenizer, decoding
 
 
 def check_vocabulary(model: Transformer | Ensemble, tokenizer: Tokenizer) -> None:

@@ -268,32 +268,37 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     results, search, files = arguments.results, arguments.search, arguments.files
     size = files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))
-    task = Translator if arguments.scoring.score is None else Scorer
-    path = arguments.files.glossary
-    more: Any = {"glossary": read_glossary(path)} if path and task is Translator else {}
-    model, tokenizer, config = load_models(arguments.workdir, **vars(search))
-    languages = files.source_language, files.target_language
-    loaded = model, tokenizer.with_languages(*languages), config
-    models: Translator | Scorer = task(*loaded, devices=devices, **more)
+    layer = results.alignment_layer
+    glossary = read_glossary(files.glossary) if files.glossary else None
+    loaded = load_models(
+        arguments.workdir,
+        source_language=files.source_language,
+        target_language=files.target_language,
+        **vars(search),
+    )
+    models: Translator | Scorer
+    if arguments.scoring.score is None:
+        models = Translator(*loaded, devices=devices, glossary=glossary)
+    else:
+        models = Scorer(*loaded, devices=devices)
     aligner: Scorer | None = None
     if results.alignments:
-        aligner = models if isinstance(models, Scorer) else Scorer(*loaded, devices=devices)
-        aligner.align([], layer=results.alignment_layer)  # fail before the output is truncated
+        aligner = models if isinstance(models, Scorer) else models.scorer
+        aligner.align([], layer=layer)  # fail before the output is truncated
 
     def answers(records: Iterator[Record]) -> Answers:
         for block in blocks(records, size):
             found: Iterable[list[Translation]]
-            if files.has_markup and isinstance(models, Translator):
-                layer, protect = results.alignment_layer, (*PLACEHOLDERS, *files.protect)
-                documents = models.documents(block, layer=layer, protect=protect)
-                found = ([document] for document in documents)
-            elif isinstance(models, Scorer):
+            if isinstance(models, Scorer):
                 scored = models.score([(record, record.target or "") for record in block])
                 found = ([translation] for translation in scored)
+            elif files.has_markup:
+                protect = (*PLACEHOLDERS, *files.protect)
+                documents = models.documents(block, layer=layer, protect=protect)
+                found = ([document] for document in documents)
             else:
                 found = models.stream(block, num_hypotheses=results.nbest, window=size)
             together = zip(block, found)
-            layer = results.alignment_layer
             yield from together if aligner is None else _aligned(together, aligner, layer)
 
     return answers

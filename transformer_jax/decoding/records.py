@@ -15,6 +15,7 @@ from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.checks import Few, Section
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -55,6 +56,16 @@ class Request:
         """Return the line as a request, with this number unless it has one."""
         request = line if isinstance(line, Request) else cls(line)
         return request if request.number else replace(request, number=number)
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        return f"Line {self.number}" if self.number else "The text"
+
+    def first_ids(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """Return the token ids before the source and the target (``Tokenizer.first_ids``)."""
+        languages = self.source_language, self.target_language
+        return tokenizer.first_ids(*languages, f"{self.name}: ")
 
 
 @dataclass(frozen=True)

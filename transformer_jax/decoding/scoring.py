@@ -80,23 +80,21 @@ class Scorer:
         Raises:
             UserError: a source or target is not text, or a language is unknown.
         """
-        requests, targets = [], []
-        firsts = list[tuple[list[int], list[int]]]()
+        requests, targets = list[Request](), list[str]()
         for number, (source, target) in enumerate(pairs, 1):
-            request, line = Request.of(source, number), f"Line {number}"
-            check_text(request.text, f"{line}: source")
-            check_text(target, f"{line}: target")
-            firsts.append(self._first_ids(request))
-            requests.append(request)
+            requests.append(Request.of(source, number))
+            check_text(requests[-1].text, f"Line {number}: source")
+            check_text(target, f"Line {number}: target")
             targets.append(target)
         tokens = self.tokenizer.target.encode(targets, first=())
-        encoded = [first + its for (_, first), its in zip(firsts, tokens)]
+        firsts = [request.first_ids(self.tokenizer)[1] for request in requests]
+        encoded = [first + ids for first, ids in zip(firsts, tokens)]
         scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
         alpha, offset = self.config.length_penalty, self.config.length_offset
         translations = []
-        for text, (_, first), ids, log_probs in zip(targets, firsts, encoded, scored):
+        for text, first, ids, log_probs in zip(targets, firsts, encoded, scored):
             # The language is free, as in the search.
-            log_probs = np.where(np.arange(len(log_probs)) < len(first), 0, log_probs)
+            log_probs = np.pad(log_probs[len(first) :], (len(first), 0))
             log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
             score = log_prob / float(length_divisor(length, alpha, offset))
             names = tuple(self.tokenizer.target.tokens(ids))
@@ -126,13 +124,8 @@ class Scorer:
         return aligned
 
     def _sources(self, requests: Sequence[Request]) -> list[list[int]]:
-        texts = [request.text for request in requests]
-        encoded = self.tokenizer.source.encode(texts, first=())
-        return [self._first_ids(each)[0] + ids for each, ids in zip(requests, encoded)]
-
-    def _first_ids(self, its: Request) -> tuple[list[int], list[int]]:
-        languages = its.source_language, its.target_language
-        return self.tokenizer.first_ids(*languages, f"Line {its.number}: ")
+        encoded = self.tokenizer.source.encode([each.text for each in requests], first=())
+        return [each.first_ids(self.tokenizer)[0] + ids for each, ids in zip(requests, encoded)]
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
         """Return the natural log-probabilities of each target's tokens, then of EOS, in float32.

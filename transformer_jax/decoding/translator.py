@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Self
@@ -70,7 +71,6 @@ class Translator:
         self._forbidden = {UNK_ID, *suppress}
         self._glossary = self.tokenized(glossary or {}, "The glossary")
         self._devices = devices
-        self._scorer: Scorer | None = None
         self._longest_prefix = self.config.longest_target(1, model.config.position_limit) - 1
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
@@ -94,30 +94,19 @@ class Translator:
         return cls(*load_models(workdir, **chosen), devices=devices, glossary=glossary)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        *,
-        source_language: str = "",
-        target_language: str = "",
-        devices: Sequence[jax.Device] = (),
-        glossary: GlossaryTerms | None = None,
-        **chosen: Any,
-    ) -> Self:
+    def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
         """Load a pretrained model: NLLB, M2M100, T5, BART, OPUS-MT and others (docs/pretrained.md).
 
         Args:
           name: a name on the Hugging Face Hub, such as ``google/flan-t5-base``, with ``@REVISION``
             if necessary, or a folder in transformers' format. The import is kept in the cache.
-          source_language, target_language: codes of a many-to-many model.
-          chosen: fields of ``DecodingConfig``.
+          options: those of ``from_workdir``, such as ``source_language`` and ``target_language``,
+            the codes of a many-to-many model.
 
         Raises:
           UserError: the model cannot be downloaded, or its family is not supported.
         """
-        model, tokenizer, config = load_models(pretrained_workdir(name), **chosen)
-        tokenizer = tokenizer.with_languages(source_language, target_language)
-        return cls(model, tokenizer, config, devices=devices, glossary=glossary)
+        return cls.from_workdir(pretrained_workdir(name), **options)
 
     @property
     def parameters(self) -> Any:
@@ -130,7 +119,7 @@ class Translator:
 
     @parameters.setter
     def parameters(self, parameters: Any) -> None:
-        self._scorer = None
+        self.__dict__.pop("scorer", None)
         for engine in self.engines:
             engine.parameters = parameters
 
@@ -138,6 +127,11 @@ class Translator:
     def model(self) -> Transformer | Ensemble:
         """The model with its current parameters."""
         return self.engines[0].model
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """A scorer with the current parameters."""
+        return Scorer(self.model, self.tokenizer, self.config, devices=self._devices)
 
     def translate(self, lines: Iterable[str | Request]) -> list[str]:
         """Return the best translation of each line; an empty line gives an empty translation.
@@ -185,28 +179,22 @@ class Translator:
 
         Raises the same errors as ``stream``.
         """
-        scorer = self._scorer or Scorer(
-            self.model, self.tokenizer, self.config, devices=self._devices
-        )
-        self._scorer = scorer
         requests = list(map(Request.of, documents, count(1)))
         read = [
             Document(request.text, request.format, self.tokenizer, protect=protect)
             for request in requests
         ]
         lines = [
-            dataclasses.replace(request, text=line.text, prefix="" if i else request.prefix)
+            (line, dataclasses.replace(request, text=line.text, prefix="" if i else request.prefix))
             for request, document in zip(requests, read)
             for i, line in enumerate(document.lines)
         ]
-        found = [best for best, *_ in self.stream(lines)]
-        marked = [i for i, line in enumerate(x for d in read for x in d.lines) if line.marks]
-        pairs = [(lines[i], found[i]) for i in marked]
-        for i, aligned in zip(marked, scorer.align(pairs, layer=layer)):
-            found[i] = aligned
-        each = iter(found)
+        best = [translations[0] for translations in self.stream(each for _, each in lines)]
+        marked = [(each, found) for (line, each), found in zip(lines, best) if line.marks]
+        aligned = iter(self.scorer.align(marked, layer=layer))
+        found = (next(aligned) if line.marks else found for (line, _), found in zip(lines, best))
         for document in read:
-            its = list(islice(each, len(document.lines)))
+            its = list(islice(found, len(document.lines)))
             score, log_prob = sum(line.score for line in its), sum(line.log_prob for line in its)
             yield Translation(document.joined(its), score, log_prob, 0)
 
@@ -227,7 +215,7 @@ class Translator:
         if not request.text.strip():
             return []
         limit = self.engines[0].longest_source - 1  # EOS takes one position
-        first, _ = self._first_ids(request)
+        first, _ = request.first_ids(self.tokenizer)
         [tokens] = segments = self.tokenizer.source.encode([request.text], first=first)
         if len(tokens) > limit:
             segments = split(request.text, limit, self.tokenizer, first)
@@ -277,8 +265,10 @@ class Translator:
 
     def _terms(self, request: Request, text: str) -> Found:
         """Find the terms of both glossaries in (a segment of) a request's text."""
-        own = self.tokenized(request.glossary, f"{_name(request)}: glossary")
-        return self._glossary.found_in(text) | own.found_in(text)
+        return self._glossary.found_in(text) | self._own_glossary(request).found_in(text)
+
+    def _own_glossary(self, request: Request) -> Glossary:
+        return self.tokenized(request.glossary, f"{request.name}: glossary")
 
     def _table(self, request: Request, text: str) -> np.ndarray | None:
         terms = [[ids for _, ids in its] for its in self._terms(request, text).values()]
@@ -287,7 +277,7 @@ class Translator:
                 "decoding.method is 'sample'; expected 'beam', because only beam search can use a "
                 "glossary."
             )
-        return term_table(terms, f"{_name(request)}: glossary") if terms else None
+        return term_table(terms, f"{request.name}: glossary") if terms else None
 
     def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
         """Join hypotheses, one for each segment of a line, into one translation."""
@@ -306,25 +296,20 @@ class Translator:
             tuple(x for hypothesis in hypotheses for x in hypothesis.token_log_probs),
         )
 
-    def _first_ids(self, request: Request) -> tuple[list[int], list[int]]:
-        languages = request.source_language, request.target_language
-        return self.tokenizer.first_ids(*languages, f"{_name(request)}: ")
-
     def check(self, request: Request) -> list[int]:
         """Check a request. Returns the token ids of its prefix, which is ignored if the text is
         blank. Raises ``UserError`` if the request is invalid.
         """
-        line = _name(request)
-        check_text(request.text, line)
-        self.tokenized(request.glossary, f"{line}: glossary")
-        check_text(request.prefix, f"{line}: prefix")
-        _, first = self._first_ids(request)
+        check_text(request.text, request.name)
+        self._own_glossary(request)
+        check_text(request.prefix, f"{request.name}: prefix")
+        _, first = request.first_ids(self.tokenizer)
         if not request.text.strip():
             return []
         if not request.prefix:
             return first
         [prefix] = self.tokenizer.target.encode([request.prefix], first=())
-        said = f"{line}: prefix {short_repr(request.prefix)}"
+        said = f"{request.name}: prefix {short_repr(request.prefix)}"
         if UNK_ID in prefix:
             tokens = short_repr(" ".join(self.tokenizer.target.tokens(prefix)))
             raise UserError(f"{said} has tokens outside the vocabulary ({tokens}); remove them.")
@@ -335,7 +320,3 @@ class Translator:
                 "model.max_positions - 1)."
             )
         return first + prefix
-
-
-def _name(request: Request) -> str:
-    return f"Line {request.number}" if request.number else "The text"
