@@ -6,7 +6,6 @@ Shape suffixes (B, W, ...): ``search.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,14 +53,6 @@ class BeamSearch(Method):
     ``early_stopping=True`` in transformers. It saves steps but can miss the best hypotheses.
     """
 
-    def start(self, limit_B: Array, **given: Any) -> SearchState:
-        """Return the initial search state. See ``Method.start``."""
-        state = super().start(limit_B, **given)
-        if self.patience is not None:
-            most = self.beam_size * jnp.float32(self.patience)
-            state = state._replace(patience_B=jnp.maximum(most, state.wanted_B))
-        return state
-
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:
         """Add one token to every live hypothesis. Returns the state and each beam's parent."""
         W = self.beam_size
@@ -93,11 +84,12 @@ class BeamSearch(Method):
         done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
             done_B |= ends_BC[:, 0]
-        if state.patience_B is not None:
+        if self.patience is not None:
             has_ended_BW = ends_BW & (first.log_probs_BW > IMPOSSIBLE / 2)
-            patience_B = state.patience_B - has_ended_BW.sum(axis=1)
-            state = state._replace(patience_B=patience_B)
-            done_B |= patience_B < 0.5  # rounds halves up, as CTranslate2 does
+            num_ended_B = state.num_ended_B + has_ended_BW.sum(axis=1)
+            state = state._replace(num_ended_B=num_ended_B)
+            enough_B = jnp.maximum(W * jnp.float32(self.patience), state.wanted_B)
+            done_B |= enough_B - num_ended_B < 0.5  # rounds halves up, as CTranslate2 does
         live = live._replace(log_probs_BW=log_probs_BW)
         return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 

@@ -66,37 +66,34 @@ def admit_and_decode(
     least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
     num_sentences = (block.number_B != EMPTY).sum()
 
-    def step(stepped: _Stepped) -> _Stepped:
-        number_B, state, cache = stepped.rows
+    def step(stepped: tuple[Rows, Array]) -> tuple[Rows, Array]:
+        (number_B, state, cache), num_steps = stepped
         state, cache = take_step(method, step_fn, state, cache, reorder=type(cache).reorder)
-        return _Stepped(Rows(number_B, state, cache), stepped.num_steps + 1)
+        return Rows(number_B, state, cache), num_steps + 1
 
     def admit(carry: _Carry) -> _Carry:
-        num_waiting, before = num_sentences - carry.next, carry.stepped
+        num_waiting, num_idle_before = num_sentences - carry.next, carry.rows.state.done_B.sum()
 
-        def continues(stepped: _Stepped) -> Array:
-            num_idle = stepped.rows.state.done_B.sum()
-            num_steps = stepped.num_steps - before.num_steps
-            num_done = num_idle - before.rows.state.done_B.sum()
+        def continues(stepped: tuple[Rows, Array]) -> Array:
+            rows, num_steps = stepped
+            num_idle = rows.state.done_B.sum()
             admits = num_idle < jnp.minimum(least, num_waiting)
-            advances = (num_steps < max_steps) & (num_done < stop_after)
+            advances = num_steps - carry.num_steps < max_steps
+            advances &= num_idle - num_idle_before < stop_after
             return (num_idle < B) & jnp.where(num_waiting > 0, admits, advances)
 
-        stepped = jax.lax.while_loop(continues, step, before)
-        carry = _admit(carry._replace(stepped=stepped), block, num_sentences)
-        return carry._replace(has_advanced=num_waiting == 0)
+        rows, num_steps = jax.lax.while_loop(continues, step, (carry.rows, carry.num_steps))
+        carry = carry._replace(rows=rows, num_steps=num_steps, has_advanced=num_waiting == 0)
+        return _admit(carry, block, num_sentences)
 
-    carry = _Carry(
-        stepped=_Stepped(rows, jnp.int32(0)),
-        evicted=Found(jnp.full_like(block.number_B, EMPTY), block.state.finished),
-        next=jnp.int32(0),
-        has_advanced=max_steps <= 0,
-    )
+    evicted = Found(jnp.full_like(block.number_B, EMPTY), block.state.finished)
     carry = jax.lax.while_loop(
-        lambda carry: (carry.next < num_sentences) | ~carry.has_advanced, admit, carry
+        lambda carry: (carry.next < num_sentences) | ~carry.has_advanced,
+        admit,
+        _Carry(rows, jnp.int32(0), evicted, jnp.int32(0), max_steps <= 0),
     )
-    evicted = Found(carry.evicted.number_R, results(carry.evicted.results, method.pad_id))
-    return carry.stepped.rows, evicted, carry.stepped.num_steps
+    found = Found(carry.evicted.number_R, results(carry.evicted.results, method.pad_id))
+    return carry.rows, found, carry.num_steps
 
 
 @partial(jax.jit, static_argnames="count")
@@ -110,13 +107,9 @@ def resized(rows: Rows, count: int) -> Rows:
     return Rows(number_R, state._replace(done_B=state.done_B | (place_R >= B)), cache)
 
 
-class _Stepped(NamedTuple):
+class _Carry(NamedTuple):
     rows: Rows
     num_steps: Array
-
-
-class _Carry(NamedTuple):
-    stepped: _Stepped
     evicted: Found  # results from the refilled rows
     next: Array  # position of the next sentence in the block
     has_advanced: Array
@@ -124,7 +117,7 @@ class _Carry(NamedTuple):
 
 def _admit(carry: _Carry, block: Rows, num_sentences: Array) -> _Carry:
     """Refill up to R idle rows: copy their results out and the next sentences in."""
-    number_B, state, cache = carry.stepped.rows
+    number_B, state, cache = carry.rows
     B, Q = len(number_B), len(block.number_B)
     R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))
     rows_R = jnp.argsort(~state.done_B, stable=True)[:R]
@@ -139,7 +132,7 @@ def _admit(carry: _Carry, block: Rows, num_sentences: Array) -> _Carry:
         cache.replace_rows(into_R, new.cache),
     )
     return carry._replace(
-        stepped=carry.stepped._replace(rows=rows),
+        rows=rows,
         evicted=_put(carry.evicted, jnp.where(is_admitted_R, next_R, Q), evicted),
         next=carry.next + is_admitted_R.sum(dtype=jnp.int32),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, groupby, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -57,10 +57,10 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
 class Padded(NamedTuple):
     """Sentences as arrays; B is the number of rows in their bucket."""
 
-    source_BS: np.ndarray
-    number_B: np.ndarray
+    source_BS: Any
+    number_B: Any
     """Numbers of the sentences, or EMPTY."""
-    start: dict[str, np.ndarray]
+    start: dict[str, Any]
     """Arguments of ``Method.start``."""
 
 

@@ -110,8 +110,8 @@ class Translation:
         """Return JSON fields, with numbers rounded to four decimals: ``translation``, ``score`` and
         ``log_prob``. ``token_scores`` and ``alignments`` add fields as in ``Results``.
         """
-        fields: dict[str, Any] = {"translation": self.text}
-        fields |= {"score": _number(self.score), "log_prob": _number(self.log_prob)}
+        fields: dict[str, Any] = {"translation": self.text, "score": _number(self.score)}
+        fields["log_prob"] = _number(self.log_prob)
         if self.unmet:
             fields["unmet"] = self.unmet
         soft, found = alignments == "soft", self.alignment

@@ -102,8 +102,8 @@ class SearchState(NamedTuple):
     live: Beams
     finished: SearchResult
     done_B: Array
-    patience_B: Array | None = None
-    """float32: beam search also stops once this many more hypotheses finish. None: any number."""
+    num_ended_B: Array
+    """Number of hypotheses that have finished, for beam search with ``patience``."""
     terms_BKAM: Array | None = None
     """Terms of each sentence, for beam search (``term_table``). None: no terms."""
 
@@ -197,6 +197,7 @@ class Method(Section, ABC):
                 tokens_BWL, none_BW, none_BW, jnp.zeros((B, W), jnp.int32), zeros_BWL
             ),
             done_B=limit_B <= 0,
+            num_ended_B=jnp.zeros(B, jnp.int32),
             terms_BKAM=terms_BKAM,
         )
 
