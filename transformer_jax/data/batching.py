@@ -80,7 +80,9 @@ class BatchPlan:
             batch_rows(S, T, *limits)  # an error before choose_widths needs S x T x 8 bytes
             widths = choose_widths(lengths_2N, config.buckets, config.tokens)
             buckets = fill_buckets(lengths_2N, widths, *limits)
-        self._rows = _grouped(row_N, num_rows)
+        order_N = np.argsort(row_N, kind="stable").astype(np.int32)
+        ends = np.bincount(row_N, minlength=num_rows).cumsum(dtype=np.int32)
+        self._rows = order_N, np.pad(ends, (1, 0))  # pairs sorted by row, and where each starts
         self._buckets = [rows_kB for _, rows_kB in buckets]
         self.shapes = tuple((rows_kB.shape[1], S, T) for (S, T), rows_kB in buckets)
         """Batch shapes (B, S, T), smallest S + T first. Each is compiled once."""
@@ -151,12 +153,6 @@ def _fill_rows(
     tokens_BL.reshape(-1)[to] = tokens
     segments_BL.reshape(-1)[to] = np.repeat(np.arange(len(lengths)) - first_of_row + 1, lengths)
     return tokens_BL, segments_BL, starts
-
-
-def _grouped(group_N: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices sorted by group, int32 [N], and group boundaries, int32 [groups + 1]."""
-    ends = np.cumsum(np.bincount(group_N, minlength=groups), dtype=np.int32)
-    return np.argsort(group_N, kind="stable").astype(np.int32), np.append(np.int32(0), ends)
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:

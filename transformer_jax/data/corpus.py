@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from transformer_jax.data.sources import ParallelText
 from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import DataConfig, PairsConfig
-from transformer_jax.storage.files import MANIFEST, remove_folder
+from transformer_jax.storage.files import MANIFEST, checksums, remove_folder
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class Corpus:
             tokens, lengths = flatten(lists, np.dtype(np.int32))
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             sides.append(Sequences(tokens, offsets))
-        return cls("", (sides[0], sides[1]), len(sources))
+        return cls("", tuple(sides), len(sources))
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -141,9 +140,10 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
     folder = directory / fingerprint
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        arrays, checksums = _mapped(folder, manifest["dtypes"])
-        if manifest["checksums"] != checksums:
+        dtypes = manifest["dtypes"]
+        if manifest["checksums"] != checksums(folder, dtypes):
             return None
+        arrays = {name: np.memmap(folder / name, dtype, "r") for name, dtype in dtypes.items()}
         sides = tuple(
             Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"])
             for side in _SIDES[: len(arrays) // 2]
@@ -151,14 +151,6 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         return Corpus(fingerprint, sides, manifest["num_read"], manifest.get("sizes", ()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _mapped(folder: Path, dtypes: dict[str, str]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Memory-map the arrays in a folder and compute their checksums."""
-    arrays: dict[str, np.ndarray] = {
-        name: np.memmap(folder / name, dtype, "r") for name, dtype in dtypes.items()
-    }
-    return arrays, {name: zlib.crc32(array.data) for name, array in arrays.items()}
 
 
 def _build(text: ParallelText, job: TokenizeJob, directory: Path, token: str) -> Corpus:
@@ -216,6 +208,6 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
         "num_read": num_read,
         "sizes": sizes,
         "dtypes": dtypes,
-        "checksums": _mapped(folder, dtypes)[1],
+        "checksums": checksums(folder, dtypes),
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

@@ -11,7 +11,7 @@ communicate activations.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -117,9 +117,7 @@ def check_rows(
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """Return the NamedSharding of each leaf of the parameters or optimizer state."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _sharding(path, leaf.shape, mesh), state
-    )
+    return map_named(lambda name, leaf: _sharding(name, leaf.shape, mesh), state)
 
 
 def all_gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
@@ -128,14 +126,14 @@ def all_gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     Embeddings are converted back to float32, so their gradients are float32 sums.
     """
 
-    def gather(path: tuple[Any, ...], parameter: jax.Array, kept: NamedSharding) -> jax.Array:
+    def gather(name: str, parameter: jax.Array, kept: NamedSharding) -> jax.Array:
         if mesh.shape["fsdp"] == 1 or "fsdp" not in kept.spec:
             return parameter
         shard = jax.lax.with_sharding_constraint(parameter.astype(dtype), kept)
         x = jax.lax.with_sharding_constraint(shard, _without_fsdp(kept))
-        return x.astype(jnp.float32) if parameter_name(path).endswith("matrix") else x
+        return x.astype(jnp.float32) if name.endswith("matrix") else x
 
-    return jax.tree_util.tree_map_with_path(gather, parameters, state_shardings(parameters, mesh))
+    return map_named(gather, parameters, state_shardings(parameters, mesh))
 
 
 def unshard_embeddings(parameters: Any, mesh: Mesh) -> Any:
@@ -145,13 +143,12 @@ def unshard_embeddings(parameters: Any, mesh: Mesh) -> Any:
     place.
     """
 
-    def constrain(path: tuple[Any, ...], x: jax.Array, kept: NamedSharding) -> jax.Array:
-        if mesh.size > 1 and parameter_name(path).endswith("matrix"):
+    def constrain(name: str, x: jax.Array, kept: NamedSharding) -> jax.Array:
+        if mesh.size > 1 and name.endswith("matrix"):
             x = jax.lax.with_sharding_constraint(x, _without_fsdp(kept))
         return x
 
-    shardings = state_shardings(parameters, mesh)
-    return jax.tree_util.tree_map_with_path(constrain, parameters, shardings)
+    return map_named(constrain, parameters, state_shardings(parameters, mesh))
 
 
 def reduce_scattered(gradients: Any, mesh: Mesh) -> Any:
@@ -174,8 +171,12 @@ def parameter_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
-def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    name = parameter_name(path)
+def map_named(function: Callable[..., Any], *trees: Any) -> Any:
+    """Return the tree of ``function(name, *leaves)``, with the name of each leaf."""
+    return jax.tree.map_with_path(lambda path, *x: function(parameter_name(path), *x), *trees)
+
+
+def _sharding(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     for end, spec in _RULES.items():
         if re.search(rf"(^|[._]){end}$", name) and len(spec) == len(shape):
             if end == "matrix" and shape[0] % mesh.shape["tensor"]:

@@ -297,15 +297,13 @@ class _Stack(nnx.Module):
             position_B, capacity = cache.position_B, cache.ancestors_BWT.shape[2]
             biases = [bias.at(position_B, capacity) for bias in self.relative_biases]
         for i, layer in enumerate(self.layers):
-            run = partial(layer, dropout_key=keys)
             bias = biases[min(i, len(biases) - 1)] if biases else None
             if caches is not None:
                 caches[i].bias_BHT = bias
-                run = partial(run, cache=caches[i])
-            elif bias is not None:
-                run = partial(run, bias_BHLL=bias)
-            remat = layer.remat and caches is None
-            x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
+                x_BLD = layer(x_BLD, *context, cache=caches[i])
+            else:
+                run = partial(layer, bias_BHLL=bias, dropout_key=keys)
+                x_BLD = (jax.checkpoint(run) if layer.remat else run)(x_BLD, *context)
         if self.final_norm is not None:
             x_BLD = self.final_norm(x_BLD)
         return x_BLD if self.output_scale == 1 else x_BLD * self.output_scale

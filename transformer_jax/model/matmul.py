@@ -96,34 +96,20 @@ def einsum(
 
 
 def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
-    a_axes, b_axes, out = equation.replace("->", ",").split(",")
-    summed = "".join(axis for axis in a_axes if axis not in out)
-    rows = a.shape[: len(a_axes) - len(summed)]
-    a, b = _as_matrix(a, a_axes, summed), _as_matrix(b, b_axes, summed)
+    a, b, dimensions, shape = _as_matrices(equation, a, b)
     # NaN and infinity make the whole row NaN.
     largest_M1 = jnp.max(jnp.abs(a), axis=1, keepdims=True)
     integers = jnp.round(a * (_INT8_MAX / jnp.maximum(largest_M1, 1e-30))).astype(jnp.int8)
-    summed_axes = ((1,), (0 if b_axes.startswith(summed) else 1,))
-    out_MN = jax.lax.dot_general(
-        integers, b, (summed_axes, ((), ())), preferred_element_type=jnp.int32
-    )
+    out_MN = jax.lax.dot_general(integers, b, dimensions, preferred_element_type=jnp.int32)
     out_MN = out_MN * (largest_M1 / _INT8_MAX) * scale.reshape(1, -1)
-    return out_MN.reshape(*rows, *scale.shape)
+    return out_MN.reshape(shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    a_axes, b_axes, out = equation.replace("->", ",").split(",")
-    sizes = dict(zip(a_axes + b_axes, a.shape + b.shape, strict=True))
-    summed = "".join(axis for axis in a_axes if axis not in out)
-    a, b = (
-        _as_matrix(x.astype(jnp.bfloat16), axes, summed) for x, axes in ((a, a_axes), (b, b_axes))
-    )
-    if a_axes.startswith(summed):  # XLA's fast kernels need the first matrix in row-major order
-        a = with_layout_constraint(a.T, Layout((0, 1)))
-    summed_axes = ((1,), (0 if b_axes.startswith(summed) else 1,))
-    out_MN = jax.lax.dot_general(a, b, (summed_axes, ((), ())), preferred_element_type=jnp.float32)
-    return out_MN.reshape([sizes[axis] for axis in out])
+    rounded = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    a, b, dimensions, shape = _as_matrices(equation, *rounded)
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32).reshape(shape)
 
 
 def _forward(equation: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -145,8 +131,20 @@ def _backward(
 _rounded.defvjp(_forward, _backward)
 
 
-def _as_matrix(x: jax.Array, axes: str, summed: str) -> jax.Array:
-    """Merge the ``summed`` axes, which come first or last, and the other axes."""
-    first = len(summed) if axes.startswith(summed) else len(axes) - len(summed)
-    rows = math.prod(x.shape[:first])
-    return x.reshape(rows, -1)
+def _as_matrices(
+    equation: str, a: jax.Array, b: jax.Array
+) -> tuple[jax.Array, jax.Array, Any, list[int]]:
+    """Merge the summed axes of each input, which come first or last, and its other axes.
+
+    Returns both matrices, the dimension numbers of their product and the shape of the result.
+    """
+    a_axes, b_axes, out = equation.replace("->", ",").split(",")
+    sizes = dict(zip(a_axes + b_axes, a.shape + b.shape, strict=True))
+    shape = [sizes[axis] for axis in out]
+    summed = "".join(axis for axis in a_axes if axis not in out)
+    size = math.prod(sizes[axis] for axis in summed)
+    if a_axes.startswith(summed):  # XLA's fast kernels need the first matrix in row-major order
+        a = with_layout_constraint(a.reshape(size, -1).T, Layout((0, 1)))
+    b_first = b_axes.startswith(summed)
+    matrices = a.reshape(-1, size), b.reshape((size, -1) if b_first else (-1, size))
+    return *matrices, (((1,), (0 if b_first else 1,)), ((), ())), shape

@@ -177,10 +177,8 @@ class Transformer(nnx.Module):
         """Compute a decoder layer's cross-attention weights [B, T, S], averaged over heads. None:
         the first head of ``alignment_layer``, if it is set, or the last layer.
         """
-        cross, chosen = (
-            self.attention_weights(source_BS, target_BT).cross,
-            self.config.alignment_layer,
-        )
+        cross = self.attention_weights(source_BS, target_BT).cross
+        chosen = self.config.alignment_layer
         if layer is None and chosen is not None:
             return cross[chosen][:, 0]
         return cross[-1 if layer is None else layer].mean(axis=1)

@@ -26,7 +26,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file
 
-from transformer_jax.devices.sharding import parameter_name
+from transformer_jax.devices.sharding import map_named
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_model
 from transformer_jax.settings.config import Config
@@ -34,6 +34,7 @@ from transformer_jax.settings.config_files import from_dict
 from transformer_jax.storage.files import (
     MANIFEST,
     AnyPath,
+    checksums,
     files_in,
     is_checkpoint,
     remove_file,
@@ -90,7 +91,7 @@ def saved_parameters(folder: AnyPath) -> Any:
     abstract = abstract_model(config.model).parameters
     if not is_checkpoint(folder):
         tensors = load_file(str(folder / PARAMETERS))
-        return jax.tree.map_with_path(lambda path, _: tensors[parameter_name(path)], abstract)
+        return map_named(lambda name, _: tensors[name], abstract)
     part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
     return ocp.load_checkpointables(str(folder / "state"), {part: wanted})[part]
@@ -119,7 +120,7 @@ def write_manifest(
         "config": dataclasses.asdict(config),
         "tokenizer": tokenizer.fingerprint,
         **more,
-        "files": {name: _checksum(folder / name) for name in files_in(folder)},
+        "files": checksums(folder, files_in(folder)),
     }
     content = {"checksum": zlib.crc32(json.dumps(content).encode()), **content}
     write_atomically(folder / MANIFEST, json.dumps(content, indent=1))
@@ -183,16 +184,8 @@ def corruption(folder: AnyPath, *, resuming: bool = True) -> str:
     unread = () if resuming else unread_files(folder)
     for name, checksum in content["files"].items():
         try:
-            if not name.startswith(unread) and _checksum(folder / name) != checksum:
+            if not name.startswith(unread) and checksums(folder, [name]) != {name: checksum}:
                 return f"{name} has changed since it was saved"
         except FileNotFoundError:
             return f"{name} is missing"
     return ""
-
-
-def _checksum(path: AnyPath) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    return checksum

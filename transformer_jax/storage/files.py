@@ -10,7 +10,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
@@ -217,6 +218,16 @@ def files_in(folder: AnyPath) -> list[str]:
     folder.fs.invalidate_cache()  # fsspec caches listings, but other programs can add files
     prefix = folder.path.rstrip("/") + "/"
     return sorted(path.removeprefix(prefix) for path in folder.fs.find(prefix))
+
+
+def checksums(folder: AnyPath, names: Iterable[str]) -> dict[str, int]:
+    """Return the CRC-32 of each of these files in a folder."""
+    found = dict.fromkeys(names, 0)
+    for name in found:
+        with (folder / name).open("rb") as file:
+            while block := file.read(1 << 22):
+                found[name] = zlib.crc32(block, found[name])
+    return found
 
 
 def remove_folder(folder: AnyPath) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import optax
 import optax.contrib
 from optax.contrib import MuonDimensionNumbers
 
-from transformer_jax.devices.sharding import parameter_name
+from transformer_jax.devices.sharding import map_named
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import OptimizerConfig
 
@@ -100,10 +101,10 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     Updates of matrices have an RMS of about 0.2, as Adam's have (Liu et al. 2025, equation 4).
     """
 
-    def axes(path: tuple[Any, ...], x: jax.Array) -> MuonDimensionNumbers | None:
-        if not parameter_name(path).endswith(".kernel"):
+    def axes(name: str, x: jax.Array) -> MuonDimensionNumbers | None:
+        if not name.endswith(".kernel"):
             return None
-        inputs = _input_axes(path, x)
+        inputs = _input_axes(name, x)
         return MuonDimensionNumbers(tuple(range(inputs)), tuple(range(inputs, x.ndim)))
 
     return optax.contrib.muon(
@@ -112,31 +113,29 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
         adam_b2=config.beta2,
         eps=config.epsilon,
         consistent_rms=0.2,
-        muon_weight_dimension_numbers=lambda parameters: jax.tree_util.tree_map_with_path(
-            axes, parameters
-        ),
+        muon_weight_dimension_numbers=partial(map_named, axes),
     )
 
 
 def _merged(parameters: Any) -> Any:
     """Merge the head axes of attention kernels: [D, H, K] to [D, H K], [H, K, D] to [H K, D]."""
 
-    def merge(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    def merge(name: str, x: jax.Array) -> jax.Array:
         if x.ndim < 3:
             return x
-        return x.reshape(math.prod(x.shape[: _input_axes(path, x)]), -1)
+        return x.reshape(math.prod(x.shape[: _input_axes(name, x)]), -1)
 
-    return jax.tree_util.tree_map_with_path(merge, parameters)
+    return map_named(merge, parameters)
 
 
-def _input_axes(path: tuple[Any, ...], x: jax.Array) -> int:
+def _input_axes(name: str, x: jax.Array) -> int:
     """Return the number of axes of a kernel's inputs, which come first: [D, H, K] and [H, K, D]."""
-    return x.ndim - 1 if parameter_name(path).endswith("output.kernel") else 1
+    return x.ndim - 1 if name.endswith("output.kernel") else 1
 
 
 def check_frozen(patterns: Sequence[str], parameters: Any) -> None:
     """Raise ``UserError`` if a pattern of ``training.freeze`` has no match, or if all match."""
-    names = [parameter_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters)]
+    names = jax.tree.leaves(map_named(lambda name, _: name, parameters))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise UserError(
@@ -152,9 +151,7 @@ def check_frozen(patterns: Sequence[str], parameters: Any) -> None:
 
 def keep_frozen(patterns: Sequence[str], old: Any, new: Any) -> Any:
     """Return ``new`` parameters, but ``old`` ones where a name matches a pattern."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *pair: pair[not _matches(parameter_name(path), patterns)], old, new
-    )
+    return map_named(lambda name, *pair: pair[not _matches(name, patterns)], old, new)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -163,8 +160,4 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _matrices(parameters: Any) -> Any:
     """Return a mask that selects matrices. Biases are excluded, even those with a head axis."""
-
-    def is_matrix(path: tuple[Any, ...], parameter: Any) -> bool:
-        return parameter.ndim > 1 and parameter_name(path).rpartition(".")[2] != "bias"
-
-    return jax.tree_util.tree_map_with_path(is_matrix, parameters)
+    return map_named(lambda name, x: x.ndim > 1 and name.rpartition(".")[2] != "bias", parameters)

@@ -341,14 +341,14 @@ def _start_model(name: str, model: ModelConfig) -> Start:
     Raises ``UserError`` if its model settings differ from ``model``.
     """
     log.info("Starting from the parameters of %s.", name)
-    theirs, *start = load_parameters(name)
+    theirs, parameters, tokenizer = load_parameters(name)
     ours = dataclasses.replace(theirs, model=model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
             f"training.start_from is {name!r}, but its model settings differ from this run's. "
             f"Use --config {name}. {fields_that_differ(fixed)}"
         )
-    return start[0], start[1]
+    return parameters, tokenizer
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:

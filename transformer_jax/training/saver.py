@@ -72,7 +72,7 @@ class Checkpoints:
         except Exception as error:
             self._discard(path, error)
         else:
-            noted = dataclasses.replace(progress)
+            noted = dataclasses.asdict(progress)
             self._pending = self._worker.submit(self._finish, path, response, noted)
 
     def wait(self) -> None:
@@ -125,25 +125,23 @@ class Checkpoints:
         remove_folder(path)  # left by a failed save, or a link
         return True
 
-    def _finish(self, path: AnyPath, response: Any, progress: Progress) -> None:
+    def _finish(self, path: AnyPath, response: Any, progress: dict[str, Any]) -> None:
+        """Write the manifest and delete old checkpoints, unless another run has started here."""
+        workdir = self._workdir
         try:
             response.result()
-            if is_first():  # which does the rest
-                self._complete(path, progress)
+            if not is_first():  # which does the rest
+                return
+            _try(workdir.push_files)
+            retry(workdir.store, workdir.check_token)
+            content = self._config, self._tokenizer, {"progress": progress}
+            retry(path, lambda: write_manifest(path, *content))
+            _try(lambda: self._delete_old(progress["best_step"]))
+            _try(workdir.push_checkpoints)
         except WorkdirTaken:
             pass  # the next save raises it in all processes
         except Exception as error:
             self._discard(path, error)
-
-    def _complete(self, path: AnyPath, progress: Progress) -> None:
-        """Write the manifest and delete old checkpoints, unless another run has started here."""
-        workdir, noted = self._workdir, dataclasses.asdict(progress)
-        _try(workdir.push_files)
-        retry(workdir.store, workdir.check_token)
-        content = self._config, self._tokenizer, {"progress": noted}
-        retry(path, lambda: write_manifest(path, *content))
-        _try(lambda: self._delete_old(progress.best_step))
-        _try(workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
         self._workdir.check_token()
