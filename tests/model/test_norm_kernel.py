@@ -35,7 +35,7 @@ def _inputs(rows: int, length: int, dtype: Any = jnp.float32) -> list[jax.Array]
 def _plain(x: Any, y: Any, scale: Any, bias: Any) -> jax.Array:
     residual = Residual(CONFIG)
     residual.norm.scale, residual.norm.bias = nnx.Param(scale), nnx.Param(bias)
-    return residual(x, lambda _: y, dropout_key=KEY)
+    return residual(x, lambda _, **__: y, dropout_key=KEY)
 
 
 def _kernel(x: Any, y: Any, scale: Any, bias: Any) -> jax.Array:
@@ -130,7 +130,7 @@ def test_kernels_are_selected_in_training_on_gpus(monkeypatch: pytest.MonkeyPatc
     assert norm_kernel.supports(x)
     assert not norm_kernel.supports(x.astype(jnp.float32))
     assert not norm_kernel.supports(jax.ShapeDtypeStruct((2, 32, 192), x.dtype))
-    without_dropout = jax.make_jaxpr(lambda x, y: Residual(CONFIG)(x, lambda _: y))(x, x)
+    without_dropout = jax.make_jaxpr(lambda x, y: Residual(CONFIG)(x, lambda _, **__: y))(x, x)
     assert "pallas" not in str(without_dropout)
     for sizes, splits in (((2, 1, 2), True), ((2, 2, 1), False)):
         with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, ("data", "fsdp", "tensor"))):

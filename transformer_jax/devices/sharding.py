@@ -30,9 +30,7 @@ BATCH_AXES = ("data", "fsdp")
 # Mesh axis for each axis of a parameter, by the end of its name. All other parameters (norms,
 # biases) are replicated.
 _RULES = {
-    "query.kernel": PartitionSpec("fsdp", "tensor", None),  # [D, H, K]
-    "key.kernel": PartitionSpec("fsdp", "tensor", None),
-    "value.kernel": PartitionSpec("fsdp", "tensor", None),
+    "(query|key|value).kernel": PartitionSpec("fsdp", "tensor", None),  # [D, H, K]
     "attention.output.kernel": PartitionSpec("tensor", None, "fsdp"),  # [H, K, D]
     "(inner|gate).kernel": PartitionSpec("fsdp", "tensor"),  # [D, F]
     "feed_forward.output.kernel": PartitionSpec("tensor", "fsdp"),  # [F, D]

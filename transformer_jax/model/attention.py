@@ -191,11 +191,8 @@ class MultiHeadAttention(nnx.Module):
         """
 
         def reference() -> Array:
-            q_BTHK, k_BSHK, v_BSHK = self.project(query_BTD, memory_BSD)
             return dot_product_attention(
-                q_BTHK,
-                k_BSHK,
-                v_BSHK,
+                *self.project(query_BTD, memory_BSD),
                 mask_BHTS,
                 bias_BHTS,
                 dropout_rate=self.dropout,

@@ -212,13 +212,9 @@ class EncoderLayer(_Layer):
         ``bias_BHLL`` is added to the scores of self-attention; axis B can be 1.
         """
         keys = as_keys(dropout_key)
-
-        def attend(y_BSD: jax.Array) -> jax.Array:
-            return self.self_attention(y_BSD, None, mask_BHSS, bias_BHLL, dropout_key=keys)
-
+        attend = partial(self.self_attention, mask_BHTS=mask_BHSS, bias_BHTS=bias_BHLL)
         x_BSD = self.self_attention_residual(x_BSD, attend, dropout_key=keys)
-        feed_forward = partial(self.feed_forward, dropout_key=keys)
-        return self.feed_forward_residual(x_BSD, feed_forward, dropout_key=keys)
+        return self.feed_forward_residual(x_BSD, self.feed_forward, dropout_key=keys)
 
 
 class DecoderLayer(_Layer):
@@ -246,37 +242,40 @@ class DecoderLayer(_Layer):
         """
         keys = as_keys(dropout_key)
 
-        def attend(y_BTD: jax.Array) -> jax.Array:
+        def attend(y_BTD: jax.Array, dropout_key: DropoutKey) -> jax.Array:
             attention = self.self_attention
             if cache is None:
-                return attention(y_BTD, None, self_mask_BHTT, bias_BHLL, dropout_key=keys)
+                return attention(y_BTD, None, self_mask_BHTT, bias_BHLL, dropout_key=dropout_key)
             arrays = attention.project(y_BTD, packed=runs_kernels())
             return attention.output(cache.to_history(*arrays))
 
-        def attend_to_memory(y_BTD: jax.Array) -> jax.Array:
+        def attend_to_memory(y_BTD: jax.Array, dropout_key: DropoutKey) -> jax.Array:
             attention = self.cross_attention
             if cache is None:
-                return attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=keys)
+                return attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=dropout_key)
             return attention.output(cache.to_source(attention.queries(y_BTD)))
 
         x_BTD = self.self_attention_residual(x_BTD, attend, dropout_key=keys)
         x_BTD = self.cross_attention_residual(x_BTD, attend_to_memory, dropout_key=keys)
-        feed_forward = partial(self.feed_forward, dropout_key=keys)
-        return self.feed_forward_residual(x_BTD, feed_forward, dropout_key=keys)
+        return self.feed_forward_residual(x_BTD, self.feed_forward, dropout_key=keys)
 
 
 class _Stack(nnx.Module):
     """Stack of N layers with an optional final norm."""
 
-    output_scale = 1.0
+    layer: type[Any]
 
-    def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
-        self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        """Build the config's number of layers and the optional final norm."""
+        is_decoder = self.layer.has_memory
+        number = config.decoder_layers if is_decoder else config.num_layers
+        self.layers = nnx.List([self.layer(config, rngs=rngs) for _ in range(number)])
         self.final_norm = Norm(config) if config.has_final_norm else None
+        self.output_scale = config.d_model**-0.5 if config.output_scale and is_decoder else 1.0
         # One for each layer, one for all layers, or none.
         biases = number if config.relative_bias == "layer" else 1
         self.relative_biases = nnx.List(
-            RelativeBias(config, bidirectional=layer is EncoderLayer, rngs=rngs)
+            RelativeBias(config, bidirectional=not is_decoder, rngs=rngs)
             for _ in range(biases if config.positions == "relative" else 0)
         )
 
@@ -312,16 +311,10 @@ class _Stack(nnx.Module):
 class Encoder(_Stack):
     """Stack of encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Build ``num_layers`` encoder layers and the optional final norm."""
-        super().__init__(EncoderLayer, config.num_layers, config, rngs)
+    layer = EncoderLayer
 
 
 class Decoder(_Stack):
     """Stack of decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Build ``decoder_layers`` decoder layers and the optional final norm."""
-        super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
-        if config.output_scale:
-            self.output_scale = config.d_model**-0.5
+    layer = DecoderLayer

@@ -92,13 +92,16 @@ class Residual(nnx.Module):
     def __call__(
         self,
         x_BLD: Array,
-        sublayer: Callable[[Array], Array],
+        sublayer: Callable[..., Array],
         *,
         dropout_key: DropoutKey = None,
     ) -> Array:
-        """Apply the sublayer with dropout, residual connection and norm. Returns [B, L, D]."""
+        """Apply the sublayer with dropout, residual connection and norm. Returns [B, L, D].
+
+        The sublayer is called with the same ``dropout_key``.
+        """
         norm, rate = self.norm, self.dropout
-        y_BLD = sublayer(norm(x_BLD) if self.pre else x_BLD)
+        y_BLD = sublayer(norm(x_BLD) if self.pre else x_BLD, dropout_key=dropout_key)
         plain = self.pre or rate == 0 or not norm_kernel.supports(x_BLD)
         with jax.named_scope("residual"):
             if plain or norm.bias is None or dropout_key is None:

@@ -339,10 +339,13 @@ class PairsConfig(Section):
         """The items of source, if there are several and they are not simply one corpus."""
         if len(self.source) < 2 or not (self.tags or self.weights or self.temperature != 1):
             return []
-        lists = {name: getattr(self, name) for name in ("source", "target", "tags", "alignments")}
+        lists = "source", "target", "tags", "alignments"
         return [
             replace(
-                self, weights=(), temperature=1.0, **{k: v[i : i + 1] for k, v in lists.items()}
+                self,
+                weights=(),
+                temperature=1.0,
+                **{name: getattr(self, name)[i : i + 1] for name in lists},
             )
             for i in range(len(self.source))
         ]
@@ -650,7 +653,8 @@ class Config(Section):
         )
         known = {"", *self.tokenizer.user_defined_symbols}
         for name in ("train", "dev", "test"):
-            fits = known.issuperset(getattr(self.data, name).tags)
+            pairs = getattr(self.data, name)
+            fits = known.issuperset(pairs.tags)
             yield f"data.{name}.tags", fits, "items from tokenizer.user_defined_symbols"
-            training = name == "train" or not getattr(self.data, name).alignments
+            training = name == "train" or not pairs.alignments
             yield f"data.{name}.alignments", training, "no files; only training uses alignments"

@@ -58,8 +58,8 @@ class CompileAhead:
         any compiled shape, or ``UserError`` if a shape does not fit into memory.
         """
         self.before_collectives(show)
-        self._wait([each for each in self._steps.values() if each.done()], show)
-        self._wait([self._steps[shape]], show)
+        done = [each for each in self._steps.values() if each.done()]
+        self._wait([*done, self._steps[shape]], show)
         return self._steps[shape].result()
 
     def before_collectives(self, show: Callable[[str], None]) -> None:

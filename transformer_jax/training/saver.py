@@ -107,8 +107,9 @@ class Checkpoints:
         config, auto = self._config, dataclasses.replace(self._config.model, dtype="auto")
         if config.model.dtype == compute_dtype(auto):  # other machines choose their own
             config = dataclasses.replace(config, model=auto)
-        model = self._model, config, parameters, self._tokenizer, steps
-        broadcast_from_first(lambda: write_model(*model))
+        broadcast_from_first(
+            lambda: write_model(self._model, config, parameters, self._tokenizer, steps)
+        )
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""

@@ -133,24 +133,22 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 @lru_cache(maxsize=32)
 def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     """Create the functions shared by all runs with these settings. ``init`` takes the seed."""
-    graph = abstract_model(config.model).graph
     optimizer = make_optimizer(config.optimizer, config.model.d_model, config.steps)
     initial = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
     seed = np.uint32(0)
     shardings = state_shardings(jax.eval_shape(initial, seed), mesh)
     init = jax.jit(initial, out_shardings=shardings, donate_argnums=1)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
-    inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
 
     def eval_step(parameters: Parameters, batch: Batch) -> LossSums:
         parameters = all_gathered(parameters, mesh, compute_dtype(config.model))
-        return loss_and_sums(parameters, batch, None, **inputs)[1]
+        return loss_and_sums(parameters, batch, None, config=config, mesh=mesh)[1]
 
     return StepFunctions(
         init=init,
         train_step=_checking_rows(
             jax.jit(
-                partial(train_step, optimizer=optimizer, **inputs),
+                partial(train_step, config=config, optimizer=optimizer, mesh=mesh),
                 donate_argnums=0,
                 compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform),
                 in_shardings=(shardings, rows),
@@ -168,7 +166,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
             mesh,
         ),
         abstract_state=init.eval_shape(seed),
-        graph=graph,
+        graph=abstract_model(config.model).graph,
     )
 
 
@@ -211,12 +209,11 @@ def train_step(
     *,
     config: StepConfig,
     optimizer: optax.GradientTransformation,
-    graph: Any,
     mesh: Mesh,
 ) -> tuple[TrainState, StepMetrics]:
     """Run one training step. Skips the update if the loss or gradient is not finite."""
     dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
-    loss = jax.grad(partial(loss_and_sums, config=config, graph=graph, mesh=mesh), has_aux=True)
+    loss = jax.grad(partial(loss_and_sums, config=config, mesh=mesh), has_aux=True)
 
     def gradient(*inputs: Any) -> tuple[Parameters, LossSums]:
         grads, sums = loss(*inputs)
@@ -271,7 +268,6 @@ def loss_and_sums(
     dropout_key: jax.Array | None,
     *,
     config: StepConfig,
-    graph: Any,
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
     """Compute a batch's total loss and its sums. Without a key, dropout, R-Drop and SimCut are
@@ -279,16 +275,15 @@ def loss_and_sums(
     """
     if config.freeze:  # so XLA does not compute their gradients
         parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
+    graph = abstract_model(config.model).graph
     passes = None if dropout_key is None else config.passes
     cut_BS = cut_BT = None
     if passes:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
     if dropout_key is not None and passes and passes.method == "simcut":
-        dropout_key, *cut_keys = jax.random.split(dropout_key, 3)
-        cut_BS, cut_BT = (
-            cut_tokens(tokens_BL, config.simcut_rate, key)
-            for tokens_BL, key in zip((batch.source_BS, batch.target_BT), cut_keys)
-        )
+        dropout_key, source_key, target_key = jax.random.split(dropout_key, 3)
+        cut_BS = cut_tokens(batch.source_BS, config.simcut_rate, source_key)
+        cut_BT = cut_tokens(batch.target_BT, config.simcut_rate, target_key)
     # A tied matrix is used twice. With this constraint, each device adds the gradients of both uses
     # before XLA sums over devices. Otherwise, XLA would sum each gradient over devices separately.
     model = nnx.merge(graph, unshard_embeddings(parameters, mesh))
