@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, cast
 
@@ -239,14 +239,13 @@ def read_lines(source: str | AnyPath | BinaryIO, *, keep_returns: bool = False) 
     Raises ``UserError`` with the file name and line number if a line is not UTF-8.
     """
     path = to_path(source) if isinstance(source, str) else source
+    dropped = b"" if keep_returns else b"\r"
     if hasattr(path, "open"):
-        opened: AbstractContextManager[Iterable[bytes]] = _opened(cast("AnyPath", path))
-        name = str(path)
+        with _opened(cast("AnyPath", path)) as stream:
+            yield from _decoded(stream, str(path), dropped)
     else:
-        opened = nullcontext(cast(BinaryIO, path))
         name = str(getattr(path, "name", "the input"))
-    with opened as stream:
-        yield from _decoded(stream, name, b"" if keep_returns else b"\r")
+        yield from _decoded(cast(BinaryIO, path), name, dropped)
 
 
 @contextmanager

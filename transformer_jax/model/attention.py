@@ -191,8 +191,11 @@ class MultiHeadAttention(nnx.Module):
         """
 
         def reference() -> Array:
+            q_BTHK, k_BSHK, v_BSHK = self.project(query_BTD, memory_BSD)
             return dot_product_attention(
-                *self.project(query_BTD, memory_BSD),
+                q_BTHK,
+                k_BSHK,
+                v_BSHK,
                 mask_BHTS,
                 bias_BHTS,
                 dropout_rate=self.dropout,

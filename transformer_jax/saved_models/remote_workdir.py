@@ -71,7 +71,7 @@ def local_workdir(workdir: str | Path) -> Path:
         if step or not (is_model or (folder / MODEL).exists()):
             there, here = store / "checkpoints", folder / "checkpoints"
             steps = [int(step)] if step.isdigit() else complete_steps(there)[-1:]
-            mirror_checkpoints(there, here, steps, grace=_GRACE_SECONDS)
+            mirror_checkpoints(there, here, steps)
     return folder / "checkpoints" / step if step else folder
 
 
@@ -134,20 +134,20 @@ def mirror_checkpoints(
     target: AnyPath,
     steps: Iterable[int] | None = None,
     *,
-    grace: float = 0,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy complete checkpoints that are missing or different in ``target``, manifests last.
 
-    With ``steps``, copies only these, without the files that are only for resuming. Deletes
-    checkpoints from ``target`` that ``source`` does not have, once they are ``grace`` seconds old.
+    Deletes checkpoints from ``target`` that ``source`` does not have. With ``steps``, copies only
+    these, without the files that are only for resuming, and deletes only checkpoints that are old.
     Calls ``check`` before it copies a manifest or deletes a checkpoint.
     """
     there = complete_steps(source)
     for name in map(checkpoint_name, there if steps is None else set(steps).intersection(there)):
         mirror_folder(source / name, target / name, resuming=steps is None, check=check)
     for name in map(checkpoint_name, set(complete_steps(target)).difference(there)):
-        if not grace or time.time() - (target / name / MANIFEST).stat().st_mtime > grace:
+        manifest = target / name / MANIFEST
+        if steps is None or time.time() - manifest.stat().st_mtime > _GRACE_SECONDS:
             check()
             delete_checkpoint(target / name)
 
