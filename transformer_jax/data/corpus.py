@@ -130,7 +130,8 @@ def build_corpus(
     except OSError as error:  # for example a full disk
         error.filename = error.filename or str(directory)
         raise
-    _log.info(f"{corpus.num_pairs:,} of {corpus.num_read:,} pairs pass the filters.")
+    kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
+    _log.info("%s of %s pairs pass the filters.", kept, read)
     return corpus
 
 
