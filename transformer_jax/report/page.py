@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import difflib
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -66,30 +66,19 @@ def page(runs: Sequence[Run]) -> bytes:
 def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
     """Yield the title, image and alt text of each figure."""
     for title, (train, dev, scale) in _CURVES.items():
-        curves, said = [], []
+        figure, said = Figure(figsize=(4.4, 2.6), layout="constrained"), list[str]()
+        axes = figure.subplots()
         for place, run in enumerate(runs):
             for kind, name in (("train", train), ("dev", dev)):
                 steps, values = run.curve(kind, name)
                 if steps:
-                    style: dict[str, Any] = {"color": f"C{place}"}
-                    style |= {"marker": "."} if kind == "dev" else {"alpha": 0.6}
-                    curves.append((steps, values, style))
+                    style: dict[str, Any] = {"marker": "."} if kind == "dev" else {"alpha": 0.6}
+                    axes.plot(steps, values, color=f"C{place}", **style)
                     said.append(f"{run.name} ({kind}): {values[-1]:.4g} at step {steps[-1]:.0f}")
-        if curves:
-            yield title, _curves_chart(curves, scale), f"{title} by step. {'; '.join(said)}."
-
-
-def _curves_chart(
-    curves: Iterable[tuple[Sequence[float], Sequence[float], Any]], scale: str
-) -> str:
-    """Plot curves of (steps, values, style) on a linear or log ``scale``. Returns a data URL."""
-    figure = Figure(figsize=(4.4, 2.6), layout="constrained")
-    axes = figure.subplots()
-    for steps, values, style in curves:
-        axes.plot(steps, values, **style)
-    axes.set(xlabel="step", yscale=scale)
-    axes.grid(alpha=0.3)
-    return _data_url(figure)
+        if said:
+            axes.set(xlabel="step", yscale=scale)
+            axes.grid(alpha=0.3)
+            yield title, _data_url(figure), f"{title} by step. {'; '.join(said)}."
 
 
 def _heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndarray) -> str:
