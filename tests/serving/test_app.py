@@ -693,7 +693,6 @@ def test_metrics_count_all_pairs_and_devices(
     busy = 0
     for each in models.values():
         workers = each.workers
-        workers._prepare()
         assert len(workers._searches) == num_devices
         for search in chain(*workers._searches):  # as many as there is room for
             for number in range(config.batch_size // num_devices):

@@ -92,9 +92,9 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     for workdir, pairs, search in served:
         model = AsyncTranslator.from_workdir(workdir, max_terms=arguments.max_terms, **vars(search))
         if arguments.engine == "ctranslate2":
-            from transformer_jax.serving.ctranslate2_workers import CTranslate2Workers
+            from transformer_jax.serving.ctranslate2_workers import ctranslate2_workers
 
-            model.workers = CTranslate2Workers(model.translator, Path(workdir) / "ctranslate2")
+            model.workers = ctranslate2_workers(model.translator, Path(workdir) / "ctranslate2")
         models |= dict.fromkeys(pairs, model)
         pair = pairs[0] if len(pairs) == 1 else f"{len(pairs)} language pairs"
         log.info("%s from %s", pair, workdir)

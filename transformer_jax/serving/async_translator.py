@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,7 +72,8 @@ class LiveRows:
         factor = 2 if jax.default_backend() == "cpu" else 8
         counts = {max(1, bucket.rows // factor**i) for i in range(8)}
         self._sizes = [bucket._replace(rows=count) for count in sorted(counts)]
-        self.bucket, self._rows = self._sizes[0], engine.new_rows(self._sizes[0])
+        self.bucket = self._sizes[0]
+        self._rows: Any = None  # until ``compile``
         self.running: dict[int, Entry] = {}
         self.next_number = 0
         self._empty_blocks = dict[Bucket, Any]()
@@ -81,8 +83,14 @@ class LiveRows:
         """Number of rows without a sentence."""
         return self.bucket.rows - len(self.running)
 
+    @property
+    def most(self) -> int:
+        """Maximum number of sentences in a turn."""
+        return self.bucket.block_size
+
     def compile(self) -> None:
-        """Compile every function that the search uses."""
+        """Create the rows, and compile every function that the search uses."""
+        self._rows = self._engine.new_rows(self.bucket)
         with ThreadPoolExecutor() as together:
             list(together.map(self._compile, self._sizes))
 
@@ -143,6 +151,8 @@ class LiveRows:
 class Workers:
     """Search threads for one model. Sentences can be submitted at any time, from any thread.
 
+    A thread has a search of its own for each bucket: ``LiveRows``, or an object with its methods.
+
     The states of a sentence::
 
         submit           _admit              LiveRows.turn
@@ -161,12 +171,15 @@ class Workers:
       failure: the error that stopped the search, if any; unfinished and later futures raise it.
     """
 
-    def __init__(self, engines: Sequence[Engine], max_terms: int = 0):
-        """Prepare one search thread per engine. The engines differ only in their devices."""
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        searches: Sequence[Sequence[Any]],
+        bucket_of: Callable[[Sentence], Bucket],
+    ):
+        """Prepare one thread for each item of ``searches``, which has a search for each bucket."""
         self.failure: SearchFailed | None = None
-        self._engines, self._searches = engines, list[list[LiveRows]]()
-        buckets = engines[0].buckets_with_terms(max_terms)
-        self._bucket_of = engines[0].bucket_of
+        self._searches, self._bucket_of = searches, bucket_of
         self._waiting: dict[Bucket, list[Entry]] = {bucket: [] for bucket in buckets}
         self._unfinished: set[Future[list[Hypothesis]]] = set()
         self._changed = threading.Condition()
@@ -176,19 +189,15 @@ class Workers:
         """Compile everything, then start the search threads. Later calls do nothing."""
         if self._threads:
             return
-        self._prepare()
         with ThreadPoolExecutor() as together:
             for searches in self._searches:  # later GPUs reuse what the first one compiled
-                list(together.map(LiveRows.compile, searches))
-        for searches in self._searches:
-            self._threads.append(threading.Thread(target=self._work, args=[searches], daemon=True))
-            self._threads[-1].start()
-
-    def _prepare(self) -> None:
-        """Make the searches of each thread."""
-        self._searches = [
-            [LiveRows(engine, bucket) for bucket in self._waiting] for engine in self._engines
+                list(together.map(methodcaller("compile"), searches))
+        self._threads = [
+            threading.Thread(target=self._work, args=[searches], daemon=True)
+            for searches in self._searches
         ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self, reason: str) -> None:
         """Stop the search. Unfinished and later futures fail with ``reason``."""
@@ -247,9 +256,9 @@ class Workers:
     @property
     def num_rows(self) -> int:
         """Maximum number of sentences in progress, across all devices and buckets."""
-        return len(self._engines) * sum(bucket.rows for bucket in self._waiting)
+        return len(self._searches) * sum(bucket.rows for bucket in self._waiting)
 
-    def _work(self, searches: list[LiveRows]) -> None:
+    def _work(self, searches: Sequence[Any]) -> None:
         """Run one device's thread: turns of its searches, one per bucket, until ``stop``."""
         try:
             while self._wait_for_work(searches):
@@ -258,7 +267,7 @@ class Workers:
             logger.exception("The search failed and must be restarted.")
             self.stop(str(error))
 
-    def _turn(self, searches: list[LiveRows]) -> None:
+    def _turn(self, searches: Sequence[Any]) -> None:
         """Run a turn of each search that has work."""
         alike = zip(searches, zip(*self._searches), self._waiting.values())
         work = [each for each in alike if each[2] or each[0].running]
@@ -271,7 +280,7 @@ class Workers:
             num_steps = max(_STEPS, _STEPS_OF_ONE // rows.bucket.rows)
             rows.turn(block, 0 if block and waiting else num_steps)
 
-    def _wait_for_work(self, searches: list[LiveRows]) -> bool:
+    def _wait_for_work(self, searches: Sequence[Any]) -> bool:
         """Wait for a waiting or running sentence. Returns False after ``stop``."""
         with self._changed:
             self._changed.wait_for(
@@ -279,7 +288,7 @@ class Workers:
             )
         return self.failure is None
 
-    def _admit(self, rows: LiveRows, waiting: list[Entry], *, may_evict: bool) -> list[Entry]:
+    def _admit(self, rows: Any, waiting: list[Entry], *, may_evict: bool) -> list[Entry]:
         """Take the oldest waiting sentence and others of its padded length, at most one per idle
         row. If all rows are in use and no other bucket has work (``may_evict``), a full block may
         need more rows than are idle, because ``turn`` decodes until it can evict enough sentences.
@@ -288,10 +297,10 @@ class Workers:
             waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
             if not waiting:
                 return []
-            size, length_of = rows.bucket.block_size, rows.bucket.length_of
+            length_of = rows.bucket.length_of
             length = length_of(waiting[0].sentence)
-            block = [entry for entry in waiting if length_of(entry.sentence) == length][:size]
-            if len(block) < size or not (may_evict and rows.bucket in self._waiting):
+            block = [x for x in waiting if length_of(x.sentence) == length][: rows.most]
+            if len(block) < rows.most or not (may_evict and rows.bucket in self._waiting):
                 del block[rows.num_idle :]
             for entry in block:
                 waiting.remove(entry)
@@ -315,7 +324,10 @@ class AsyncTranslator:
         glossary terms in a sentence for which searches are compiled: 0, 1, 4, 16 or 64.
         """
         self.translator, self.config = translator, translator.config
-        self.workers = Workers(translator.engines, max_terms)
+        engines = translator.engines
+        buckets = engines[0].buckets_with_terms(max_terms)
+        searches = [[LiveRows(engine, bucket) for bucket in buckets] for engine in engines]
+        self.workers = Workers(buckets, searches, engines[0].bucket_of)
         together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
         self._scorer = Scorer(translator.model, translator.tokenizer, together)
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")

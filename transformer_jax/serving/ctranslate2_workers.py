@@ -1,7 +1,7 @@
 """Search with CTranslate2 instead of JAX, behind the same API (``--engine ctranslate2``).
 
 CTranslate2 has its own stopping rule (``decoding.patience``), and batches of whole sentences: a
-sentence that arrives waits until a worker is free (dynamic batching).
+sentence that arrives waits until a thread is free (dynamic batching).
 """
 
 from __future__ import annotations
@@ -9,39 +9,40 @@ from __future__ import annotations
 import json
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax import (
-    DecodingConfig,
-    Hypothesis,
-    Sentence,
-    Translator,
-    UserError,
-)
-from transformer_jax.serving.async_translator import Workers
+from transformer_jax import Bucket, DecodingConfig, Hypothesis, Sentence, Translator, UserError
+from transformer_jax.serving.async_translator import Entry, Workers
 from transformer_jax.support import needs_extra, num_cores
 
 _LONGEST = 2**16
 
 
-class CTranslate2Workers(Workers):
-    """One search thread per core, each of which translates the oldest waiting sentences together.
+def ctranslate2_workers(translator: Translator, folder: Path) -> Workers:
+    """Load the model that ``interop export`` wrote to ``folder``, for one search thread per core.
 
-    Attributes:
-      num_rows: maximum number of sentences in progress: the translator's ``batch_size``.
+    Raises:
+      UserError: there is no such model, or a setting is unsupported.
     """
+    engine, threads = translator.engines[0], num_cores()
+    bucket = Bucket((engine.longest_source,), max(1, translator.config.batch_size // threads))
+    search = CTranslate2Rows(translator, folder, bucket, threads)
+    return Workers(
+        [bucket],
+        [[copy(search)] for _ in range(threads)],
+        lambda sentence: bucket._replace(terms=engine.bucket_of(sentence).terms),
+    )
 
-    def __init__(self, translator: Translator, folder: Path):
-        """Load the model that ``interop export`` wrote to ``folder``.
 
-        Raises:
-          UserError: there is no such model, or a setting is unsupported.
-        """
-        super().__init__(translator.engines)
+class CTranslate2Rows:
+    """The sentences that a thread translates together, with the methods of ``LiveRows``."""
+
+    def __init__(self, translator: Translator, folder: Path, bucket: Bucket, threads: int):
         with needs_extra("interop"):
             import ctranslate2
         file = folder / "generation_config.json"
@@ -51,52 +52,33 @@ class CTranslate2Workers(Workers):
                 f"transformer_jax.interop export --workdir {folder.parent} --format ctranslate2 "
                 f"--output {folder}"
             )
-        self._workers = num_cores()
+        self.bucket, self.running = bucket, list[Entry]()
+        self.most = self.num_idle = bucket.rows
+        self._config, sides = translator.config, translator.tokenizer
+        self._settings = json.loads(file.read_text()) | _settings(self._config)
         self._model = ctranslate2.Translator(
             str(folder),
-            compute_type="int8" if translator.config.weights == "int8" else "float32",
-            inter_threads=self._workers,
+            compute_type="int8" if self._config.weights == "int8" else "float32",
+            inter_threads=threads,
             intra_threads=1,
         )
-        self._settings = json.loads(file.read_text()) | _settings(translator.config)
-        self._config, sides = translator.config, translator.tokenizer
         self._names = sides.source.tokens, sides.target.tokens
         names = sides.target.tokens(range(sides.target.vocab_size))
         self._ids = {token: id_ for id_, token in enumerate(names)}
         lengths = jnp.arange(_LONGEST)
         self._divisors = np.asarray(translator.engines[0].method.divisor(lengths))
-        self._running = 0
 
-    @property
-    def num_busy(self) -> int:
-        """Number of sentences in progress."""
-        return self._running
+    def compile(self) -> None:
+        """Do nothing: CTranslate2 does not compile."""
 
-    @property
-    def num_rows(self) -> int:
-        """Maximum number of sentences in progress."""
-        return self._most * self._workers
+    def resize(self, count: int) -> None:
+        """Do nothing: batches have any size."""
 
-    @property
-    def _most(self) -> int:
-        return max(1, self._config.batch_size // self._workers)
-
-    def _prepare(self) -> None:
-        """Give each thread no searches: it only calls ``_turn``."""
-        self._searches = [[] for _ in range(self._workers)]
-
-    def _turn(self, _: Any) -> None:
-        """Translate the oldest waiting sentences."""
-        with self._changed:
-            waiting = [entry for entries in self._waiting.values() for entry in entries]
-            entries = waiting[: self._most]
-            for of_bucket in self._waiting.values():
-                of_bucket[:] = [entry for entry in of_bucket if entry not in entries]
-            entries = [entry for entry in entries if not entry.future.cancelled()]
-            self._running += len(entries)
+    def turn(self, entries: list[Entry], max_steps: int) -> None:
+        """Translate sentences and resolve their futures."""
+        self.running = entries
         found = self._search([entry.sentence for entry in entries]) if entries else []
-        with self._changed:
-            self._running -= len(entries)
+        self.running = []
         for entry, hypotheses in zip(entries, found, strict=True):
             with suppress(InvalidStateError):  # canceled
                 entry.future.set_result(hypotheses)

@@ -240,12 +240,6 @@ def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:
     return text.removesuffix(rest), rest
 
 
-def _joined(its_cut: Cut | Document, found: Sequence[Translation]) -> str:
-    if isinstance(its_cut, Document):
-        return its_cut.joined(found)
-    return its_cut.joined([each.text for each in found])
-
-
 def _num_tokens(segments: list[Sentence]) -> int:
     return sum(len(segment.tokens) for segment in segments)
 
@@ -297,12 +291,12 @@ class Answering:
         texts = [(its_cut, [task.result() for task in tasks]) for its_cut, tasks in self.texts]
         ranked = [
             [
-                _joined(its_cut, [each[min(rank, len(each) - 1)] for each in found])
+                its_cut.joined([each[min(rank, len(each) - 1)] for each in found])
                 for rank in range(1 + count)
             ]
             for its_cut, found in texts
         ]
-        others = [[text for text in dict.fromkeys(texts) if text != texts[0]] for texts in ranked]
+        others = [list(dict.fromkeys(texts))[1:] for texts in ranked]
 
         def one_or_all(values: list[Any]) -> Any:
             return values[0] if isinstance(query.q, str) else values

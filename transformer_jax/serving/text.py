@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import sentencex
 
@@ -47,11 +48,12 @@ class Cut:
             return gap
         return joint(previous)
 
-    def joined(self, translations: Sequence[str]) -> str:
-        """Return the text with each sentence replaced by its translation."""
-        text = ""
+    def joined(self, translations: Sequence[Any]) -> str:
+        """Return the text with each sentence replaced by its ``Translation``."""
+        text = previous = ""
         for index, (translation, _) in enumerate(zip(translations, self.sentences, strict=True)):
-            text += self.gap(index, translations[index - 1]) + translation
+            text += self.gap(index, previous) + translation.text
+            previous = translation.text
         return text + self.after
 
 
