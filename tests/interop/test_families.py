@@ -491,7 +491,8 @@ def test_a_softmax_matrix_apart_from_shared_embeddings(tmp_path: Path) -> None:
         families.write("marian, untied", tmp_path)
         file, shared = tmp_path / "model.safetensors", "model.shared.weight"
         tensors = load_file(file)
-        with pytest.raises(UserError, match="have model.decoder.embed_tokens.weight, with shape"):
+        unexpected = "have shape .* for model.decoder.embed_tokens.weight; expected no tensor"
+        with pytest.raises(UserError, match=unexpected):
             import_huggingface(tmp_path)
         for side in ("encoder", "decoder"):
             tensors[f"model.{side}.embed_tokens.weight"] = tensors[shared].copy()
@@ -608,7 +609,7 @@ INVALID = {
     ),
     "extra": (
         lambda f: changed_tensors(f, model__more=np.zeros(3, np.float32)),
-        r"have model.more, with shape \(3,\); expected no such tensor",
+        r"have shape \(3,\) for model.more; expected no tensor",
     ),
     "shape": (
         lambda f: changed_tensors(f, model__shared__weight=np.zeros((2, 2), np.float32)),
@@ -618,7 +619,7 @@ INVALID = {
         lambda f: changed_tensors(
             f, model__encoder__layers__0__fc1__bias=np.full(28, np.nan, np.float32)
         ),
-        "fc1.bias has NaN or infinite values",
+        "NaN or infinite values in .*fc1.bias; expected finite numbers",
     ),
     "shard": (lambda f: sharded(f, "model-2.safetensors"), "model-2.safetensors.* cannot be read"),
     "outside": (lambda f: sharded(f, "../x"), "leads out of the folder"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,15 @@ from transformer_jax import (
     Tokenizer,
     Transformer,
     UserError,
+    sinusoidal_positions,
 )
 from transformer_jax.interop.export import check_fields, write_sentencepiece
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits
 from transformer_jax.interop.weights import (
     Library,
     Weights,
-    plain_weights,
     to_library,
-    with_position_tables,
+    with_biases,
 )
 from transformer_jax.support import SPECIAL_IDS, needs_extra
 
@@ -41,10 +40,7 @@ _LIBRARY = Library(
         "target_embedding.position_matrix": "decoder/position_encodings/encodings",
         "softmax_matrix": "decoder/projection/weight",
         "softmax_bias": "decoder/projection/bias",
-        "encoder.final_norm.scale": "encoder/layer_norm/gamma",
-        "encoder.final_norm.bias": "encoder/layer_norm/beta",
-        "decoder.final_norm.scale": "decoder/layer_norm/gamma",
-        "decoder.final_norm.bias": "decoder/layer_norm/beta",
+        "final_norm": "{side}/layer_norm/{}",
         "self_attention.query": "self_attention/linear_0/{}",
         "self_attention.key": "self_attention/linear_0/{}",
         "self_attention.value": "self_attention/linear_0/{}",
@@ -56,7 +52,7 @@ _LIBRARY = Library(
         "cross_attention.output": "attention/linear_2/{}",
         "cross_attention_residual": "attention/layer_norm/{}",
         "feed_forward.inner": "ffn/linear_0/{}",
-        "feed_forward.gate": "ffn/linear_0_noact/{}",
+        "feed_forward.gate": "ffn/linear_0/{}",  # the matrix with the activation
         "feed_forward.output": "ffn/linear_1/{}",
         "feed_forward_residual": "ffn/layer_norm/{}",
     },
@@ -83,15 +79,22 @@ def export_ctranslate2(
     """
     check_fields(config.model, "This export", positions=("interleaved", "learned"))
     spec = _spec(config.model)
-    weights = plain_weights(model)
-    if config.model.is_gated:  # CTranslate2 applies the activation to the first matrix
-        swap = {"inner": "gate", "gate": "inner"}
-        weights = {re.sub("inner|gate", lambda m: swap[m[0]], n): x for n, x in weights.items()}
+    weights = with_biases(model)
+    # The target's matrices, also where the source or the softmax uses them.
+    matrix, table = "target_embedding.matrix", "target_embedding.position_matrix"
     longest = max(_POSITIONS, *length_limits(config))
-    weights = with_position_tables(weights, config.model, longest)
-    target_VD = weights["target_embedding.matrix"]  # also used for tied matrices
-    weights = {"source_embedding.matrix": target_VD, "softmax_matrix": target_VD} | weights
-    _fill(spec, to_library(weights, _LIBRARY))
+    weights.setdefault(table, sinusoidal_positions(longest, config.model.d_model))
+    shared = {
+        "softmax_matrix": matrix,
+        "source_embedding.matrix": matrix,
+        "source_embedding.position_matrix": table,
+    }
+    weights = {name: weights[theirs] for name, theirs in shared.items()} | weights
+    library = _LIBRARY
+    if config.model.is_gated:
+        names = {**library.names, "feed_forward.inner": "ffn/linear_0_noact/{}"}
+        library = library._replace(names=names)
+    _fill(spec, to_library(weights, library))
 
     source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
     spec.register_source_vocabulary(source_tokens)
@@ -145,8 +148,12 @@ def _spec(shape: ModelConfig) -> Any:
     with needs_extra("interop"):
         from ctranslate2.specs import common_spec, transformer_spec
     names = {
-        **{"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh"},
-        **{"silu": "SWISH", "swiglu": "SWISH", "geglu": "GELUTanh"},
+        "relu": "RELU",
+        "gelu": "GELU",
+        "gelu_tanh": "GELUTanh",
+        "geglu": "GELUTanh",
+        "silu": "SWISH",
+        "swiglu": "SWISH",
     }
     settings: dict[str, Any] = {
         "pre_norm": True,  # temporary, to create the final norm

@@ -35,10 +35,8 @@ class Family(NamedTuple):
     """Names of its weights if source and target do not share embeddings."""
     required: Mapping[str, tuple[Any, ...]] = {}
     """Fields of config.json that have no counterpart here, and their supported values."""
-    languages: str = ""
+    languages: str = "(?!)"
     """Regular expression for the special tokens of languages; its group is the code."""
-    sines_first: bool = False
-    """Sinusoids are the paper's, with all sines before all cosines."""
     first_tokens: tuple[str, ...] | None = None
     """Tokens before those of a SentencePiece model, and ..."""
     num_skipped: int = 0
@@ -77,12 +75,7 @@ _LAYER = {
 }
 _EMBEDDINGS = {"target_embedding.matrix": "model.shared.weight", "softmax_matrix": "lm_head.weight"}
 _BIAS = {"softmax_bias": "final_logits_bias"}
-_NORMS = {
-    "encoder.final_norm.scale": "model.encoder.layer_norm.weight",
-    "encoder.final_norm.bias": "model.encoder.layer_norm.bias",
-    "decoder.final_norm.scale": "model.decoder.layer_norm.weight",
-    "decoder.final_norm.bias": "model.decoder.layer_norm.bias",
-}
+_NORMS = {"final_norm": "model.{side}.layer_norm.{}"}
 _LEARNED = {
     "source_embedding.position_matrix": "model.encoder.embed_positions.weight",
     "source_embedding.norm.scale": "model.encoder.layernorm_embedding.weight",
@@ -105,16 +98,15 @@ _PEGASUS_TOKENS = ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{i}>" for i
 _PRE_NORM = {"norm": "pre", "final_norm": True}
 
 
-def _library(*names: Mapping[str, str]) -> Library:
+def _library(*names: Mapping[str, str], sines_first: bool = False) -> Library:
     merged = {name: each for table in (*names, _LAYER) for name, each in table.items()}
-    return Library(merged, "model.{side}.layers.{number}.")
+    return Library(merged, "model.{side}.layers.{number}.", sines_first=sines_first)
 
 
 _T5_NAMES = {
     "target_embedding.matrix": "shared.weight",
     "softmax_matrix": "lm_head.weight",
-    "encoder.final_norm.scale": "encoder.final_layer_norm.weight",
-    "decoder.final_norm.scale": "decoder.final_layer_norm.weight",
+    "final_norm": "{side}.final_layer_norm.{}",
     "relative_bias": "layer.0.SelfAttention.relative_attention_bias.weight",
     "self_attention.query": "layer.0.SelfAttention.q.{}",
     "self_attention.key": "layer.0.SelfAttention.k.{}",
@@ -173,7 +165,7 @@ def _t5(name: str, **settings: Any) -> Family:
 FAMILIES = {
     "marian": Family(
         "MarianMTModel",
-        _library(_EMBEDDINGS, _BIAS),
+        _library(_EMBEDDINGS, _BIAS, sines_first=True),
         _FIELDS,
         _FAIRSEQ | {"softmax_bias": True},
         separate={
@@ -183,7 +175,6 @@ FAMILIES = {
         required=dict.fromkeys(
             ("normalize_before", "normalize_embedding", "add_final_layer_norm"), (False,)
         ),
-        sines_first=True,
     ),
     "m2m_100": Family(
         "M2M100ForConditionalGeneration",
@@ -213,10 +204,9 @@ FAMILIES = {
     ),
     "pegasus": Family(
         "PegasusForConditionalGeneration",
-        _library(_EMBEDDINGS, _NORMS, _BIAS),
+        _library(_EMBEDDINGS, _NORMS, _BIAS, sines_first=True),
         _FIELDS,
         _FAIRSEQ | _PRE_NORM | {"softmax_bias": True},
-        sines_first=True,
         first_tokens=_PEGASUS_TOKENS,
         num_skipped=2,
     ),

@@ -16,12 +16,7 @@ from transformer_jax.interop.export import check_fields, write_sentencepiece
 from transformer_jax.interop.families import ACTIVATIONS, FAMILIES
 from transformer_jax.interop.pretrained import Pretrained
 from transformer_jax.interop.search_settings import for_transformers, length_limits
-from transformer_jax.interop.weights import (
-    plain_weights,
-    reordered,
-    sines_first,
-    to_library,
-)
+from transformer_jax.interop.weights import to_library, with_biases
 
 _POSITIONS = 1024  # length of the position table; our sinusoids have no maximum length
 
@@ -51,12 +46,7 @@ def export_huggingface(
         norm_epsilon=(1e-6, 1e-5),  # always 1e-5 there; outputs differ by a few 1e-6
         positions=("interleaved",),
     )
-    # MarianMT's sinusoids are the paper's, with all sines first.
-    weights = reordered(plain_weights(model), sines_first(shape.d_model))
-    tensors = to_library(weights, FAMILIES["marian"].library)
-    tensors["final_logits_bias"] = tensors["final_logits_bias"][None]  # [1, V]
-    tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
-    _write_weights(tensors, folder)
+    _write_weights(to_library(with_biases(model), FAMILIES["marian"].library), folder)
     generation = for_transformers(config, tokenizer)
     # from_pretrained needs the special token ids here; search settings go in the other file.
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}

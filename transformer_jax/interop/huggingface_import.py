@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax.numpy as jnp
-from flax import nnx
 
 from transformer_jax import Config, Tokenizer, Transformer, UserError, save_model
-from transformer_jax.interop.pretrained import Pretrained
-from transformer_jax.interop.weights import blank_model
+from transformer_jax.interop.pretrained import KEPT, Pretrained
+from transformer_jax.interop.weights import with_parameters
 from transformer_jax.support import needs_extra, one_line
 
-_FILES = ["*.json", "*.model", "*.spm", "*.txt", "model*.safetensors"]
+_FILES = [*KEPT, "model*.safetensors"]
 
 
 def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
@@ -61,11 +60,9 @@ def import_huggingface(
     """
     pretrained = Pretrained(folder, allow_pickle=allow_pickle)
     shape = pretrained.model_config()
-    graph, _ = nnx.split(blank_model(shape), nnx.Param)
-    lazies = pretrained.parameters(shape)
-    parameters = {path: x if lazy else jnp.asarray(x) for path, x in lazies.items()}
-    model = nnx.merge(graph, nnx.traversals.unflatten_mapping(parameters))
-    return pretrained.config(shape), model, pretrained.tokenizer()
+    parameters = pretrained.parameters(shape)
+    arrays = parameters if lazy else {name: jnp.asarray(x) for name, x in parameters.items()}
+    return pretrained.config(shape), with_parameters(shape, arrays), pretrained.tokenizer()
 
 
 def import_into(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from transformer_jax import (
     Config,
@@ -30,20 +29,18 @@ from transformer_jax.interop.files import LazyArray, check_links, open_tensors, 
 from transformer_jax.interop.pretrained_tokenizer import Rows, read_rows, read_tokenizer
 from transformer_jax.interop.search_settings import IN_CONFIG, from_transformers
 from transformer_jax.interop.weights import (
-    library_names,
-    parameter_name,
+    from_library,
     parameter_shapes,
-    plain_shape,
-    reordered_weight,
+    plain_weights,
     sines_first,
-    transposed,
+    to_library,
 )
 from transformer_jax.support import Languages, short_repr
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
 NEVER = np.float32(-100)
 # Files that an export copies, apart from the weights.
-_KEPT = ("*.json", "*.model", "*.spm", "*.txt")
+KEPT = ("*.json", "*.model", "*.spm", "*.txt")
 _VOCABULARY_WEIGHTS = ("embedding.matrix", "softmax_matrix", "softmax_bias")
 _ENGLISH = ("eng_Latn", "en_XX", "en")
 _DEFAULTS = {  # fields that config.json can omit
@@ -117,7 +114,8 @@ class Pretrained:
 
         ``tied``: the softmax uses the embedding matrix (None: as the weights do).
         """
-        tied = self._ties_softmax() if tied is None else tied
+        if tied is None:  # files can store a tied matrix twice
+            tied = self._is_copy(self.library.names["softmax_matrix"])
         theirs, family = _DEFAULTS | self.theirs, self.family
         required = dict(family.required)
         for name in ("ffn_dim", "attention_heads"):
@@ -154,10 +152,6 @@ class Pretrained:
             tie_embeddings=tied_alone[self._shares],
         )
 
-    def _ties_softmax(self) -> bool:
-        """True if the softmax uses the embedding matrix. Files can store a tied matrix twice."""
-        return self._is_copy(self.library.names["softmax_matrix"])
-
     def _is_copy(self, name: str) -> bool:
         """True if a tensor equals the target embeddings, or does not exist."""
         shared = self._tensors.get(self.library.names["target_embedding.matrix"])
@@ -166,58 +160,39 @@ class Pretrained:
             return True
         return its.shape == shared.shape and np.array_equal(its.read(), shared.read())
 
-    def parameters(self, config: ModelConfig) -> dict[tuple[Any, ...], LazyArray]:
-        """Return the parameters by path, and check the names and shapes of all tensors."""
-        names = self._names(config)
-        found, used = {}, set()
-        for path, shape in parameter_shapes(config).items():
-            ours = parameter_name(path)
-            theirs = names.get(ours, ours)
-            tensor = self._tensors.get(theirs)
-            expected = transposed(ours, np.broadcast_to(0, plain_shape(ours, shape))).shape
-            if ours.endswith(_VOCABULARY_WEIGHTS):
-                expected = (len(self._rows_of(ours).ours), *expected[1:])
-            if ours == "softmax_bias":
-                tensor = _flat_bias(tensor, expected)
-            if tensor is None or tensor.shape != expected:
-                has = "no tensor" if tensor is None else f"shape {tensor.shape}"
-                raise UserError(
-                    f"The weights in {str(self.folder)!r} have {has} for {theirs}; expected shape "
-                    f"{expected}."
-                )
-            used.add(theirs)
-            found[path] = LazyArray(shape, partial(self._read, ours, theirs, tensor, shape))
-        self._check_unused(used)
+    def parameters(self, config: ModelConfig) -> dict[str, LazyArray]:
+        """Return the parameters by name, and check the names and shapes of all tensors."""
+        names = {*self.library.names.values()}
+        tensors = {
+            name: tensor
+            for name, tensor in self._tensors.items()
+            if name in names
+            or not _REDUNDANT.search(name)
+            or (name.endswith("embed_tokens.weight") and not self._is_copy(name))
+        }
+        theirs = dataclasses.replace(
+            config,
+            vocab_size=len(self.rows.ours),
+            source_vocab_size=None if self._joint else len(self.source_rows.ours),
+            softmax_bias="softmax_bias" in self.library.names,
+        )
+        where = f"The {self.family.name} weights in {str(self.folder)!r}"
+        found = from_library(tensors, theirs, self.library, where, optional="final_logits_bias")
+        for name, shape in parameter_shapes(config).items():
+            if name.endswith(_VOCABULARY_WEIGHTS):
+                found[name] = LazyArray(shape, partial(self._in_our_order, name, found.get(name)))
         return found
 
-    def _read(
-        self, ours: str, theirs: str, tensor: LazyArray, shape: tuple[int, ...]
-    ) -> np.ndarray:
-        """Read a tensor as our parameter."""
-        x = tensor.read()
-        if not np.isfinite(x.sum(dtype=np.float64)):
-            raise UserError(
-                f"{theirs} has NaN or infinite values; expected finite numbers. Download or train "
-                "the weights again."
-            )
-        x = transposed(ours, x)
-        if self.family.sines_first:
-            x = reordered_weight(ours, x, np.argsort(sines_first(self.theirs["d_model"])))
-        if ours.endswith(_VOCABULARY_WEIGHTS):
-            rows = self._rows_of(ours).theirs
-            x = x[rows]
-            x[rows < 0] = NEVER if ours == "softmax_bias" else 0
-        return np.ascontiguousarray(x.reshape(shape))
+    def _in_our_order(self, name: str, tensor: LazyArray | None) -> np.ndarray:
+        """Read the weights of a vocabulary."""
+        rows = self._rows_of(name)
+        x = tensor.read() if tensor else np.zeros(len(rows.ours), np.float32)  # biases
+        x = x[rows.theirs]
+        x[rows.theirs < 0] = NEVER if name == "softmax_bias" else 0
+        return x
 
     def _rows_of(self, ours: str) -> Rows:
         return self.source_rows if ours.startswith("source") else self.rows
-
-    def _names(self, config: ModelConfig) -> dict[str, str]:
-        """Map the names of our parameters to theirs."""
-        library, paths = self.library, set(parameter_shapes(config))
-        if "softmax_bias" not in library.names:  # only for tokens that they do not have
-            paths.discard(("softmax_bias",))
-        return library_names(paths, library)
 
     def tensors_of(self, model: Transformer) -> dict[str, np.ndarray]:
         """Return the tensors of a model that was imported from such a folder, by their names.
@@ -233,40 +208,21 @@ class Pretrained:
                     f"model.{field.name} is {ours!r}; expected {theirs!r}, as in the pretrained "
                     f"model, for an export to {self.family.name}."
                 )
-        names, tensors = self._names(config), {}
-        order_D = sines_first(config.d_model) if self.family.sines_first else None
-        for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-            ours = parameter_name(path)
-            x = np.asarray(parameter[...])
-            x = x.reshape(plain_shape(ours, x.shape))
-            if order_D is not None:
-                x = reordered_weight(ours, x, order_D)
-            if ours.endswith(_VOCABULARY_WEIGHTS):
-                x = x[self._rows_of(ours).ours]
-            if ours == "softmax_bias":
-                if ours not in names:
-                    continue
-                x = x[None]
-            tensors[names[ours]] = np.ascontiguousarray(transposed(ours, x))
+        weights = {
+            name: x[self._rows_of(name).ours] if name.endswith(_VOCABULARY_WEIGHTS) else x
+            for name, x in plain_weights(model).items()
+            if name != "softmax_bias" or name in self.library.names
+        }
+        tensors = to_library(weights, self.library)
         shared_VD = tensors.get("model.shared.weight")
         for side in ("encoder", "decoder"):
             if shared_VD is not None and not config.ties_softmax:  # transformers reads these then
                 tensors[f"model.{side}.embed_tokens.weight"] = shared_VD.copy()
             if self.kind == "pegasus":  # transformers also saves the sinusoids
                 length = self.theirs["max_position_embeddings"]
-                table_LD = sinusoidal_positions(length, config.d_model)[:, order_D]
-                tensors[f"model.{side}.embed_positions.weight"] = table_LD.copy()
+                table_LD = sinusoidal_positions(length, config.d_model)
+                tensors[f"model.{side}.embed_positions.weight"] = sines_first("", table_LD)
         return tensors
-
-    def _check_unused(self, used: set[str]) -> None:
-        for name in sorted(self._tensors.keys() - used):
-            is_copy = not name.endswith("embed_tokens.weight") or self._is_copy(name)
-            if not (_REDUNDANT.search(name) and is_copy):
-                raise UserError(
-                    f"The weights in {str(self.folder)!r} have {name}, with shape "
-                    f"{self._tensors[name].shape}; expected no such tensor in "
-                    f"{self.family.name}."
-                )
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer, with our ids."""
@@ -283,8 +239,8 @@ class Pretrained:
         forced = token_of.get(self._search[0].get("forced_bos_token_id", -1), "")
         tokens = {
             match[match.lastindex or 0]: token
-            for token in sorted(self.vocabulary, key=self.vocabulary.__getitem__)
-            if self.family.languages and (match := re.fullmatch(self.family.languages, token))
+            for _, token in sorted(token_of.items())
+            if (match := re.fullmatch(self.family.languages, token))
         }
         if not tokens:
             first = "<s>" if self.kind == "bart" else ""
@@ -338,7 +294,7 @@ class Pretrained:
         """Return a zip archive of all files but the weights, for exports."""
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in sorted({f for pattern in _KEPT for f in self.folder.glob(pattern)}):
+            for file in sorted({f for pattern in KEPT for f in self.folder.glob(pattern)}):
                 if file.name != "tokenizer.json" and "index.json" not in file.name:
                     archive.writestr(zipfile.ZipInfo(file.name), file.read_bytes())
         return content.getvalue()
@@ -350,10 +306,3 @@ _REDUNDANT = re.compile(
     r"(embed_tokens|lm_head|shared)\.weight$|embed_positions\.weights?$|"
     r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias"
 )
-
-
-def _flat_bias(tensor: LazyArray | None, shape: tuple[int, ...]) -> LazyArray:
-    """Return softmax biases [1, V] as [V]; zeros if there are none."""
-    if tensor is None:
-        return LazyArray(shape, lambda: np.zeros(shape, np.float32))
-    return LazyArray(tensor.shape[-1:], lambda: tensor.read().reshape(-1))

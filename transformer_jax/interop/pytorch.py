@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,13 @@ from torch.nn import functional as F
 
 from transformer_jax import ModelConfig, Transformer, UserError
 from transformer_jax.interop.export import check_fields
-from transformer_jax.interop.weights import Library, from_library, plain_weights, to_library
+from transformer_jax.interop.weights import (
+    Library,
+    from_library,
+    to_library,
+    with_biases,
+    with_parameters,
+)
 
 _LIBRARY = Library(
     names={
@@ -24,10 +31,7 @@ _LIBRARY = Library(
         "target_embedding.position_matrix": "positions[1]",
         "softmax_matrix": "output.weight",
         "softmax_bias": "output.bias",
-        "encoder.final_norm.scale": "encoder.norm.weight",
-        "encoder.final_norm.bias": "encoder.norm.bias",
-        "decoder.final_norm.scale": "decoder.norm.weight",
-        "decoder.final_norm.bias": "decoder.norm.bias",
+        "final_norm": "{side}.norm.{}",
         "self_attention.query": "self_attn.in_proj_{}",
         "self_attention.key": "self_attn.in_proj_{}",
         "self_attention.value": "self_attn.in_proj_{}",
@@ -114,7 +118,8 @@ def from_torch(
     _check_modules(transformer, config)
     found = transformer.state_dict() | ends | tables
     tensors = {name: x.detach().float().cpu().numpy() for name, x in found.items()}
-    return from_library(tensors, config, _LIBRARY, "The modules")
+    lazies = from_library(tensors, config, _LIBRARY, "The modules", optional="bias$")
+    return with_parameters(config, {name: jnp.array(x) for name, x in lazies.items()})
 
 
 def to_torch(model: Transformer) -> TorchModules:
@@ -133,7 +138,7 @@ def to_torch(model: Transformer) -> TorchModules:
         activation=tuple(_ACTIVATIONS),
         norm_type=("layer",),
     )
-    weights = to_library(plain_weights(model), _LIBRARY)
+    weights = to_library(with_biases(model), _LIBRARY)
     tensors = {name: torch.tensor(x) for name, x in weights.items()}
     target = nn.Embedding.from_pretrained(tensors["target_embedding.weight"], freeze=False)
     source = target

@@ -1,28 +1,29 @@
 """Conversion of weights to and from other libraries, with one table of names for both directions.
 
 "Plain" weights are a flat dict of float32 NumPy arrays under our own names
-(``encoder.layers.0.self_attention.query.kernel``), with heads concatenated and all biases present.
-A tied matrix appears once. Additional axis letters: I inputs, O outputs of a linear layer.
+(``encoder.layers.0.self_attention.query.kernel``), with heads concatenated. A tied matrix appears
+once. Additional axis letters: I inputs, O outputs of a linear layer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from flax import nnx
 
-from transformer_jax import ModelConfig, Transformer, UserError, sinusoidal_positions
+from transformer_jax import ModelConfig, Transformer, UserError
+from transformer_jax.interop.files import LazyArray
 
 Weights = dict[str, np.ndarray]
 
-_SOURCE, _TARGET = "source_embedding.position_matrix", "target_embedding.position_matrix"
-_IN_LAYER = re.compile(
-    r"(encoder|decoder)\.(?:layers|relative_biases)\.(\d+)\.(?:(.+?)\.(kernel|bias|norm\.\w+)|table)"
+_IN_STACK = re.compile(
+    r"(encoder|decoder)\.(?:(?:layers|relative_biases)\.(\d+)\.)?"
+    r"(?:(.+?)(?:\.norm)?\.(kernel|bias|scale)|table)"
 )
 
 
@@ -30,93 +31,104 @@ class Library(NamedTuple):
     """A library's weight names. Its kernels are [O, I]."""
 
     names: Mapping[str, str]
-    """The library's names for weights outside the layers and for the parts of a layer. In a part's
-    name, {} stands for the name of a kernel, a bias, or the scale or bias of a norm. If the encoder
-    and the decoder use different names, the key starts with ``encoder.`` or ``decoder.``. Weights
-    with the same name are one array, concatenated in this order along the output axis."""
+    """The library's names for weights outside the layers, for ``final_norm``, where {side} is the
+    encoder or the decoder, and for the parts of a layer. In a part's name, {} stands for the name
+    of a kernel, a bias, or the scale or bias of a norm. If the encoder and the decoder use
+    different names, the key starts with ``encoder.`` or ``decoder.``. Weights with the same name
+    are one array, concatenated in this order along the output axis."""
     layer: str
     """Format string for the prefix of a layer's weight names: {side} is the encoder or the decoder,
     {number} is the index of the layer."""
     norm: tuple[str, str] = ("weight", "bias")
     """Names of a norm's scale and bias. Other modules use weight and bias."""
+    sines_first: bool = False
+    """Sinusoids are the paper's, with all sines before all cosines."""
 
 
 def to_library(weights: Weights, library: Library) -> Weights:
     """Convert plain weights to weights of ``library``."""
     tensors = {}
     for theirs, ours in _names(weights, library).items():
-        shares = [transposed(name, weights[name]) for name in ours]
-        tensors[theirs] = np.concatenate(shares) if len(shares) > 1 else shares[0]
+        shares = []
+        for name in ours:
+            x = weights[name]
+            x = sines_first(name, x) if library.sines_first else x
+            shares.append(_with_their_axes(name, x, theirs))
+        tensors[theirs] = np.ascontiguousarray(np.concatenate(shares))
     return tensors
 
 
 def from_library(
-    tensors: Weights, config: ModelConfig, library: Library, where: str
-) -> Transformer:
-    """Build a model with copies of the weights of ``library``. Missing biases are zero.
+    tensors: Mapping[str, Any], config: ModelConfig, library: Library, where: str, *, optional: str
+) -> dict[str, LazyArray]:
+    """Find the parameters of a model, by name, among the arrays of ``library``.
 
-    Raises ``UserError``, which begins with ``where``, for missing or unexpected names, wrong
-    shapes, and NaN or infinity.
+    Missing arrays are zero if their names match the regular expression ``optional``.
+
+    Raises ``UserError``, which begins with ``where``, for missing or unexpected names and wrong
+    shapes, and, when a parameter is read, for NaN and infinity.
     """
-    graph, blank = nnx.split(blank_model(config), nnx.Param)
-    parameters, zero = nnx.to_flat_state(blank), np.float32(0)
-    shapes = {parameter_name(path): np.broadcast_to(zero, x.shape) for path, x in parameters}
-    like = _plain(shapes, config)
-    expected = to_library(like, library)
-    tied = {*library.names.values()} - expected.keys()
-    biases = {name: np.zeros_like(x) for name, x in expected.items() if name.endswith("bias")}
-    tensors = biases | {name: x for name, x in tensors.items() if name not in tied}
-    _check(tensors, expected, where)
-    weights = {}
-    for theirs, ours in _names(like, library).items():
-        for name, share in zip(ours, np.split(tensors[theirs], len(ours))):
-            weights[name] = transposed(name, share)
-    scale, flat = np.float32(config.d_model**0.5), {}
-    for path, x in parameters:
-        weight = weights[parameter_name(path)]
-        weight = weight / scale if path[-1] == "position_matrix" else weight
-        flat[path] = jnp.array(weight).reshape(x.shape)
-    return nnx.merge(graph, nnx.traversals.unflatten_mapping(flat))
 
-
-def _check(tensors: Weights, expected: Weights, where: str) -> None:
-    for name in sorted(expected.keys() | tensors.keys()):
-        found, wanted = (
-            f"shape {each[name].shape}" if name in each else "no tensor"
-            for each in (tensors, expected)
-        )
-        if found != wanted:
-            raise UserError(f"{where} have {found} for {name}; expected {wanted}.")
-        if count := np.count_nonzero(~np.isfinite(tensors[name])):
+    def read(theirs: str, place: int, ours: list[str]) -> np.ndarray:
+        x, name = np.asarray(given[theirs]), ours[place]
+        if count := np.count_nonzero(~np.isfinite(x)):
             raise UserError(
-                f"{where} have {count:,} NaN or infinite values in {name}; expected finite "
+                f"{where} have {count:,} NaN or infinite values in {theirs}; expected finite "
                 "numbers. Download or train the weights again."
             )
+        x = np.split(x, len(ours))[place]
+        x = x.T if name.endswith("kernel") else x
+        x = sines_first(name, x, back=True) if library.sines_first else x
+        x = x / scale if (scale := _scale(name, config)) else x
+        return np.ascontiguousarray(x.reshape(shapes[name]))
+
+    shapes = parameter_shapes(config)
+    found, expected = dict[str, LazyArray](), dict[str, tuple[int, ...]]()
+    for theirs, ours in _names(shapes, library).items():
+        for place, name in enumerate(ours):
+            like = np.broadcast_to(0, _plain_shape(name, shapes[name]))
+            like = _with_their_axes(name, like, theirs)
+            expected[theirs] = len(ours) * len(like), *like.shape[1:]
+            found[name] = LazyArray(shapes[name], partial(read, theirs, place, ours))
+    tied = {*library.names.values()} - expected.keys()
+    given: dict[str, Any] = {
+        name: np.zeros(shape, np.float32)
+        for name, shape in expected.items()
+        if re.search(optional, name)
+    } | {name: x for name, x in tensors.items() if name not in tied}
+    for name in sorted(expected.keys() | given.keys()):
+        has = f"shape {given[name].shape}" if name in given else "no tensor"
+        wanted = f"shape {expected[name]}" if name in expected else "no tensor"
+        if has != wanted:
+            raise UserError(f"{where} have {has} for {name}; expected {wanted}.")
+    return found
 
 
-def parameter_shapes(config: ModelConfig) -> dict[tuple[Any, ...], tuple[int, ...]]:
-    """Return the shapes of a model's parameters by path."""
-    flat = nnx.to_flat_state(nnx.state(blank_model(config), nnx.Param))
-    return {path: x.shape for path, x in flat}
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters by name."""
+    return {name: x.shape for name, x in _by_name(_abstract_model(config)[1])}
 
 
-def library_names(paths: Iterable[tuple[Any, ...]], library: Library) -> dict[str, str]:
-    """Map the names of parameters to their names in a library that concatenates none of them."""
-    ours = dict.fromkeys(map(parameter_name, paths), np.empty(0))
-    return {names[0]: theirs for theirs, names in _names(ours, library).items()}
-
-
-def plain_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a parameter with concatenated heads."""
-    if re.search(r"_attention\.(query|key|value)\.", name):
-        return (*shape[:-2], shape[-2] * shape[-1])
-    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
+def with_parameters(config: ModelConfig, parameters: Mapping[str, Any]) -> Transformer:
+    """Build a model with these parameters, by name."""
+    graph, tree = _abstract_model(config)
+    return nnx.merge(graph, jax.tree.map_with_path(lambda path, _: parameters[_name(path)], tree))
 
 
 def plain_weights(model: Transformer) -> Weights:
-    """Return the plain weights of ``model``. Learned positions are scaled like the
-    embeddings. Raises ``UserError`` for a head size other than d_model / num_heads, which other
-    libraries do not support.
+    """Return the plain weights of ``model``. Learned positions are scaled like the embeddings."""
+    weights, state = {}, nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    for name, parameter in _by_name(state):
+        x = np.asarray(parameter).reshape(_plain_shape(name, parameter.shape))
+        weights[name] = x * scale if (scale := _scale(name, model.config)) else x
+    return weights
+
+
+def with_biases(model: Transformer) -> Weights:
+    """Return the plain weights of ``model``, with zeros for all biases that it does not have.
+
+    Raises ``UserError`` for a head size other than d_model / num_heads, which other libraries do
+    not support.
     """
     config = model.config
     for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
@@ -125,84 +137,81 @@ def plain_weights(model: Transformer) -> Weights:
                 f"model.{name} is {width}; expected model.d_model / model.num_heads = "
                 f"{config.d_model} / {config.num_heads}. Other libraries require this size."
             )
-    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return _plain({parameter_name(path): np.array(x[...]) for path, x in state}, config)
-
-
-def with_position_tables(weights: Weights, config: ModelConfig, length: int) -> Weights:
-    """Add the source and target position tables to ``weights``: sinusoids of ``length`` positions,
-    or all learned positions.
-    """
-    table_LD = weights.get(_TARGET)
-    if table_LD is None:
-        table_LD = sinusoidal_positions(length, config.d_model)
-    return {_SOURCE: table_LD, _TARGET: table_LD} | weights
-
-
-def sines_first(d_model: int) -> np.ndarray:
-    """Return the permutation that puts all sines before all cosines: 0 2 4 ... 1 3 5 ..."""
-    return np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)])
-
-
-def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
-    """Permute the d_model dimensions: new dimension i is old dimension ``order_D[i]``.
-
-    If positions are permuted in the same way, the model computes the same function.
-    """
-    return {name: reordered_weight(name, x, order_D) for name, x in weights.items()}
-
-
-def reordered_weight(name: str, x: np.ndarray, order_D: np.ndarray) -> np.ndarray:
-    """Permute the d_model dimension of a plain weight."""
-    # d_model is the first axis of these kernels, and the last axis of other weights.
-    if re.search(r"\.(query|key|value|inner|gate)\.", name):
-        return x[order_D] if name.endswith("kernel") else x
-    return x if name == "softmax_bias" else x[..., order_D]
-
-
-def _plain(flat: Weights, config: ModelConfig) -> Weights:
-    weights: Weights = {"softmax_bias": np.zeros(config.vocab_size, np.float32)}
-    for name, x in flat.items():
-        x = x.reshape(plain_shape(name, x.shape))
-        if name in (_SOURCE, _TARGET):
-            x = x * np.float32(config.d_model**0.5)
+    weights = plain_weights(model)
+    biases: Weights = {"softmax_bias": np.zeros(config.vocab_size, np.float32)}
+    for name, x in weights.items():
         if name.endswith("kernel"):
-            weights.setdefault(name.replace("kernel", "bias"), np.zeros(x.shape[1], np.float32))
+            biases[name.replace("kernel", "bias")] = np.zeros(x.shape[1], np.float32)
         if name.endswith("norm.scale") and config.norm_type == "layer":
-            weights.setdefault(name.replace("scale", "bias"), np.zeros(len(x), np.float32))
-        weights[name] = x
-    return weights
+            biases[name.replace("scale", "bias")] = np.zeros(len(x), np.float32)
+    return biases | weights
 
 
-def _names(weights: Weights, library: Library) -> dict[str, list[str]]:
+def sines_first(name: str, x: np.ndarray, *, back: bool = False) -> np.ndarray:
+    """Permute the d_model dimension of a plain weight, so that all sines come before all cosines:
+    0 2 4 ... 1 3 5 ...; or ``back``.
+
+    If all weights and positions are permuted, the model computes the same function.
+    """
+    # d_model is the first axis of these kernels, and the last axis of other weights.
+    begins = re.search(r"\.(query|key|value|inner|gate)\.", name)
+    if name == "softmax_bias" or (begins and not name.endswith("kernel")):
+        return x
+    axis = 0 if begins else -1
+    order_D = np.arange(x.shape[axis]).reshape(-1, 2).T.ravel()
+    return x.take(np.argsort(order_D) if back else order_D, axis)
+
+
+def _plain_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a parameter with concatenated heads."""
+    if re.search(r"_attention\.(query|key|value)\.", name):
+        return (*shape[:-2], shape[-2] * shape[-1])
+    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
+
+
+def _by_name(parameters: Any) -> list[tuple[str, Any]]:
+    return [(_name(path), x) for path, x in jax.tree.leaves_with_path(parameters)]
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+@cache
+def _abstract_model(config: ModelConfig) -> tuple[Any, Any]:
+    """Return a model's graph, and the shapes of its parameters."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(model, nnx.Param)
+    return graph, nnx.to_pure_dict(parameters)
+
+
+def _scale(name: str, config: ModelConfig) -> np.float32 | None:
+    """Return the factor of a table of learned positions, if it has one."""
+    is_scaled = name.endswith("position_matrix") and config.embedding_scale == "all"
+    return np.float32(config.d_model**0.5) if is_scaled else None
+
+
+def _with_their_axes(name: str, x: np.ndarray, theirs: str) -> np.ndarray:
+    """Change the axes of a plain weight to those of the array ``theirs`` of a library."""
+    if theirs == "final_logits_bias":
+        return x[None]
+    return x.T if name.endswith("kernel") else x
+
+
+def _names(weights: Iterable[str], library: Library) -> dict[str, list[str]]:
     """Map each library name to our names for the arrays that it concatenates."""
     found: dict[str, list[str]] = {}
     order, places = list(library.names), []
     for ours in weights:
-        key, prefix, name = ours, "", ""
-        if match := _IN_LAYER.fullmatch(ours):
-            side, number, part, leaf = match.groups("relative_bias")
+        key, prefix, side, name = ours, "", "", ""
+        if match := _IN_STACK.fullmatch(ours):
+            side, _, part, leaf = match.groups("relative_bias")
             key = part if part in library.names else f"{side}.{part}"
-            prefix = library.layer.format(side=side, number=number)
-            scale, bias = library.norm if leaf.startswith("norm") else ("weight", "bias")
+            prefix = library.layer.format(side=side, number=match[2]) if match[2] else ""
+            scale, bias = library.norm if "norm" in ours else ("weight", "bias")
             name = bias if leaf.endswith("bias") else scale
-        places.append((order.index(key), prefix + library.names[key].format(name), ours))
+        theirs = prefix + library.names[key].format(name, side=side)
+        places.append((order.index(key), theirs, ours))
     for _, theirs, ours in sorted(places):
         found.setdefault(theirs, []).append(ours)
     return found
-
-
-def transposed(name: str, x: np.ndarray) -> np.ndarray:
-    """Transpose kernels between [I, O] (ours) and [O, I]."""
-    return x.T if name.endswith("kernel") else x
-
-
-@cache
-def blank_model(config: ModelConfig) -> Transformer:
-    """Create a model whose parameters have shapes but no values."""
-    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-
-
-def parameter_name(path: tuple[Any, ...]) -> str:
-    """Return the name of the parameter at ``path``."""
-    return ".".join(map(str, path))
