@@ -29,9 +29,7 @@ class Rows(NamedTuple):
     @property
     def ours(self) -> np.ndarray:
         """Our id of each of their ids."""
-        order = np.empty(self.theirs.max() + 1, np.int64)
-        order[self.theirs[self.theirs >= 0]] = np.flatnonzero(self.theirs >= 0)
-        return order
+        return np.argsort(self.theirs)[np.count_nonzero(self.theirs < 0) :]
 
 
 def read_rows(

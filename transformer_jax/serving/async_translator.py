@@ -62,12 +62,13 @@ class LiveRows:
     XLA sums in a different order when there are fewer rows.
 
     Attributes:
-      bucket: the engine's bucket with the current number of rows.
+      largest: the engine's bucket.
+      bucket: the same with the current number of rows.
       running: sentences that occupy rows, keyed by sentence number.
     """
 
     def __init__(self, engine: Engine, bucket: Bucket):
-        self._engine = engine
+        self._engine, self.largest = engine, bucket
         # On a CPU a step's time is proportional to the number of rows; elsewhere it hardly grows.
         factor = 2 if jax.default_backend() == "cpu" else 8
         counts = {max(1, bucket.rows // factor**i) for i in range(8)}
@@ -151,8 +152,6 @@ class LiveRows:
 class Workers:
     """Search threads for one model. Sentences can be submitted at any time, from any thread.
 
-    A thread has a search of its own for each bucket: ``LiveRows``, or an object with its methods.
-
     The states of a sentence::
 
         submit           _admit              LiveRows.turn
@@ -171,16 +170,13 @@ class Workers:
       failure: the error that stopped the search, if any; unfinished and later futures raise it.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        searches: Sequence[Sequence[Any]],
-        bucket_of: Callable[[Sentence], Bucket],
-    ):
-        """Prepare one thread for each item of ``searches``, which has a search for each bucket."""
+    def __init__(self, searches: Sequence[Sequence[Any]], bucket_of: Callable[[Sentence], Bucket]):
+        """Prepare one thread for each item of ``searches``, which has a ``LiveRows``, or an object
+        with its methods, for each bucket.
+        """
         self.failure: SearchFailed | None = None
         self._searches, self._bucket_of = searches, bucket_of
-        self._waiting: dict[Bucket, list[Entry]] = {bucket: [] for bucket in buckets}
+        self._waiting: dict[Bucket, list[Entry]] = {rows.largest: [] for rows in searches[0]}
         self._unfinished: set[Future[list[Hypothesis]]] = set()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -192,11 +188,9 @@ class Workers:
         with ThreadPoolExecutor() as together:
             for searches in self._searches:  # later GPUs reuse what the first one compiled
                 list(together.map(methodcaller("compile"), searches))
-        self._threads = [
-            threading.Thread(target=self._work, args=[searches], daemon=True)
-            for searches in self._searches
-        ]
-        for thread in self._threads:
+        for searches in self._searches:
+            thread = threading.Thread(target=self._work, args=[searches], daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def stop(self, reason: str) -> None:
@@ -300,7 +294,7 @@ class Workers:
             length_of = rows.bucket.length_of
             length = length_of(waiting[0].sentence)
             block = [x for x in waiting if length_of(x.sentence) == length][: rows.most]
-            if len(block) < rows.most or not (may_evict and rows.bucket in self._waiting):
+            if len(block) < rows.most or not (may_evict and rows.bucket == rows.largest):
                 del block[rows.num_idle :]
             for entry in block:
                 waiting.remove(entry)
@@ -327,7 +321,7 @@ class AsyncTranslator:
         engines = translator.engines
         buckets = engines[0].buckets_with_terms(max_terms)
         searches = [[LiveRows(engine, bucket) for bucket in buckets] for engine in engines]
-        self.workers = Workers(buckets, searches, engines[0].bucket_of)
+        self.workers = Workers(searches, engines[0].bucket_of)
         together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
         self._scorer = Scorer(translator.model, translator.tokenizer, together)
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")

@@ -33,7 +33,6 @@ def ctranslate2_workers(translator: Translator, folder: Path) -> Workers:
     bucket = Bucket((engine.longest_source,), max(1, translator.config.batch_size // threads))
     search = CTranslate2Rows(translator, folder, bucket, threads)
     return Workers(
-        [bucket],
         [[copy(search)] for _ in range(threads)],
         lambda sentence: bucket._replace(terms=engine.bucket_of(sentence).terms),
     )
@@ -52,9 +51,9 @@ class CTranslate2Rows:
                 f"transformer_jax.interop export --workdir {folder.parent} --format ctranslate2 "
                 f"--output {folder}"
             )
-        self.bucket, self.running = bucket, list[Entry]()
+        self.bucket, self.largest, self.running = bucket, bucket, list[Entry]()
         self.most = self.num_idle = bucket.rows
-        self._config, sides = translator.config, translator.tokenizer
+        self._config, self._tokenizer = translator.config, translator.tokenizer
         self._settings = json.loads(file.read_text()) | _settings(self._config)
         self._model = ctranslate2.Translator(
             str(folder),
@@ -62,9 +61,6 @@ class CTranslate2Rows:
             inter_threads=threads,
             intra_threads=1,
         )
-        self._names = sides.source.tokens, sides.target.tokens
-        names = sides.target.tokens(range(sides.target.vocab_size))
-        self._ids = {token: id_ for id_, token in enumerate(names)}
         lengths = jnp.arange(_LONGEST)
         self._divisors = np.asarray(translator.engines[0].method.divisor(lengths))
 
@@ -84,9 +80,10 @@ class CTranslate2Rows:
                 entry.future.set_result(hypotheses)
 
     def _search(self, sentences: list[Sentence]) -> list[list[Hypothesis]]:
-        prefixes = [self._names[1](sentence.prefix) for sentence in sentences]
+        source, target = self._tokenizer.source, self._tokenizer.target
+        prefixes = [target.tokens(sentence.prefix) for sentence in sentences]
         results = self._model.translate_batch(
-            [self._names[0](sentence.tokens) for sentence in sentences],
+            [source.tokens(sentence.tokens) for sentence in sentences],
             target_prefix=prefixes if any(prefixes) else None,
             num_hypotheses=max(sentence.wanted for sentence in sentences),
             return_scores=True,
@@ -101,7 +98,7 @@ class CTranslate2Rows:
         """Convert a hypothesis. CTranslate2 divides log-probabilities by length^alpha."""
         length = min(len(tokens) + 1, _LONGEST - 1)
         log_prob = score * length**self._config.length_penalty
-        ids = [self._ids[token] for token in tokens]
+        ids = self._tokenizer.target.ids(tokens)
         return Hypothesis(ids, log_prob / float(self._divisors[length]), log_prob, [])
 
 

@@ -67,7 +67,7 @@ class SubwordModel:
         self._sampler: SubwordSampler | None = None
         self._tagged = self._foreign and not (first or languages or self.is_json)
         tag = _TAG.pattern if self._tagged else ""
-        self._leading = re.compile(tag + (rf"(?:\s*(?:{any_of(symbols)}))*" if symbols else ""))
+        self._leading = re.compile(rf"{tag}(?:\s*(?:{any_of(symbols)}))*")
 
     @property
     def is_json(self) -> bool:

@@ -39,8 +39,10 @@ def symbols_of(proto: Any) -> list[str]:
 
 
 def any_of(symbols: Iterable[str]) -> str:
-    """Return a regular expression that matches any of the symbols, preferring the longest."""
-    return "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
+    """Return a regular expression that matches any of the symbols, preferring the longest; one that
+    never matches, if there are none.
+    """
+    return "|".join(map(re.escape, sorted(symbols, key=len, reverse=True))) or "(?!)"
 
 
 class SubwordSampler:
@@ -66,14 +68,14 @@ class SubwordSampler:
         )
         self._spells_bytes = any(p.type == p.BYTE for p in pieces)
         self._symbols = set(symbols_of(model))
-        self._symbol = re.compile(f"({any_of(self._symbols)})") if self._symbols else None
+        self._symbol = re.compile(f"({any_of(self._symbols)})")
         self._merged = lru_cache(_CACHED_WORDS)(self._merge)
 
     def sample(self, line: str, generator: random.Random) -> list[str]:
         """Draw a random segmentation of ``line`` and return its pieces."""
         text = self._processor.normalize(line)
         pieces: list[str] = []
-        for part in [text] if self._symbol is None else self._symbol.split(text):
+        for part in self._symbol.split(text):
             if part in self._symbols:
                 pieces.append(part)
             else:

@@ -77,17 +77,17 @@ class Tokenizer:
     """The original files, which an export needs, as a zip archive."""
 
     def __post_init__(self) -> None:
-        tokens, *first = self.languages
-        sides = tokens, {} if self.languages.tagged else tokens
-        models = self.source_model, self.target_model or self.source_model
-        vocabularies = self.vocabulary, self.target_vocabulary or self.vocabulary
-        self.source, self.target = (
-            SubwordModel(model, vocabulary, its_first, its_tokens, tagged=self.languages.tagged)
-            for model, vocabulary, its_first, its_tokens in zip(models, vocabularies, first, sides)
+        its, tagged = self.languages, self.languages.tagged
+        source = self.source_model, self.vocabulary, its.source, its.tokens
+        target = (
+            self.target_model or self.source_model,
+            self.target_vocabulary or self.vocabulary,
+            its.target,
+            {} if tagged else its.tokens,
         )
-        alike = first[0] == first[1] and sides[0] == sides[1]
-        if len(self._models) == 1 and alike and not self.target_vocabulary:
-            self.target = self.source
+        self.source = self.target = SubwordModel(*source, tagged=tagged)
+        if self.target_model or self.target_vocabulary or source != target:
+            self.target = SubwordModel(*target, tagged=tagged)
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
@@ -152,12 +152,11 @@ class Tokenizer:
         ``name`` of the line is for messages. Raises ``UserError`` for an unknown language, and for
         "" if the model has languages but no default.
         """
-        fields = f"{name}source_language", f"{name}target_language"
-        if not self.languages.tagged:
-            source = self.source.first_ids(source_language, fields[0])
-            return source, self.target.first_ids(target_language, fields[1])
-        self.source.first_ids(source_language, fields[0])
-        return self.source.first_ids(target_language, fields[1]), []
+        tagged = self.languages.tagged
+        source = self.source.first_ids(source_language, f"{name}source_language")
+        side = self.source if tagged else self.target
+        target = side.first_ids(target_language, f"{name}target_language")
+        return (target, []) if tagged else (source, target)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """Return a copy with missing ``symbols`` appended. Existing ids do not change.
@@ -193,15 +192,16 @@ class Tokenizer:
         models = self._models
         names = (_MODEL,) if len(models) == 1 else (_SOURCE, _TARGET)
         names = (_JSON,) if self.source.is_json else names
-        vocabularies = {_VOCABULARY: self.vocabulary, _TARGET_VOCABULARY: self.target_vocabulary}
-        files = {
-            name: json.dumps(tokens, ensure_ascii=False, indent=0).encode()
-            for name, tokens in vocabularies.items()
-            if tokens
+        strings = {
+            _VOCABULARY: self.vocabulary,
+            _TARGET_VOCABULARY: self.target_vocabulary,
+            _LANGUAGES: self.languages._asdict() if any(self.languages) else None,
         }
-        if any(self.languages):
-            text = json.dumps(self.languages._asdict(), ensure_ascii=False, indent=0)
-            files[_LANGUAGES] = text.encode()
+        files = {
+            name: json.dumps(content, ensure_ascii=False, indent=0).encode()
+            for name, content in strings.items()
+            if content
+        }
         if self.pretrained:
             files[_PRETRAINED] = self.pretrained
         return files | dict(zip(names, models))
