@@ -166,7 +166,7 @@ def test_an_interrupted_or_older_import_is_repeated(hub, monkeypatch) -> None:
         def stop(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("transformer_jax.interop.pretrained.Pretrained._read", stop)
+        patch.setattr("transformer_jax.interop.pretrained.Pretrained._in_our_order", stop)
         with pytest.raises(KeyboardInterrupt):
             pretrained_workdir("toy/t5")
     folder = pretrained_workdir("toy/t5")

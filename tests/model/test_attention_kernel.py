@@ -17,7 +17,9 @@ from reference import against_reference, with_gradients
 from benchmarks.hlo import collectives
 from transformer_jax.decoding import scoring
 from transformer_jax.decoding.engine import Engine
+from transformer_jax.decoding.length_buckets import make_block
 from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.search import Sentence
 from transformer_jax.devices.sharding import batch_sharding, make_mesh
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention import (
@@ -286,5 +288,7 @@ def test_programs_of_one_device_use_the_kernel_beside_other_devices(
         assert _kernels(scorer._score_batch, scorer._parameters[0], tokens, tokens) > 0
     else:
         engine = Engine(model, DecodingConfig(batch_size=4))
-        start = partial(engine._search.start_cache, bucket=engine.buckets[0])
-        assert _kernels(start, engine._weights, tokens) == 1
+        bucket = engine.buckets[0]
+        block = make_block(bucket, {i: Sentence([5] * 23) for i in range(4)}, lambda _: 24)
+        encode = partial(engine._search.encode, bucket=bucket)
+        assert _kernels(encode, engine._weights, block) == 1
