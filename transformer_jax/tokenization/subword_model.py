@@ -33,6 +33,7 @@ class SubwordModel:
     is its language.
 
     Attributes:
+      tagged: True if ``first`` is a tag for the language of the target, encoded as text.
       first: the token that ``encode`` puts before every line by default, or "".
       languages: the tokens of languages, by code.
       first_tokens: all tokens that can begin a line.
@@ -48,7 +49,7 @@ class SubwordModel:
         tagged: bool = False,
     ) -> None:
         self.model, self.first, self.languages = model, first, languages
-        self._begins_with_tag = tagged
+        self.tagged = tagged
         self._foreign = bool(vocabulary)
         self._processor: Any
         if model.startswith(b"{"):
@@ -65,8 +66,8 @@ class SubwordModel:
         self.first_tokens = {first, *languages.values()} - {""}
         self._hidden = {PAD_ID, BOS_ID, EOS_ID, *self.ids(self.first_tokens)}
         self._sampler: SubwordSampler | None = None
-        self._tagged = self._foreign and not (first or languages or self.is_json)
-        tag = _TAG.pattern if self._tagged else ""
+        self._has_text_tags = self._foreign and not (first or languages or self.is_json)
+        tag = _TAG.pattern if self._has_text_tags else ""
         self._leading = re.compile(rf"{tag}(?:\s*(?:{any_of(symbols)}))*")
 
     @property
@@ -80,7 +81,7 @@ class SubwordModel:
         Raises ``UserError``, which names ``field``, for an unknown language, and for "" if the
         model has languages but no default (except tags, which the text can have).
         """
-        missing = self.languages and not (language or self.first or self._begins_with_tag)
+        missing = self.languages and not (language or self.first or self.tagged)
         if missing or (language and language not in self.languages):
             known = ", ".join(self.languages) or "none, because the model has no language codes"
             raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
@@ -89,7 +90,7 @@ class SubwordModel:
     def first_ids(self, language: str = "", field: str = "target_language") -> list[int]:
         """Return the id of ``first_token``, or an empty list. A tag is encoded as text."""
         token = self.first_token(language, field)
-        if self._begins_with_tag:
+        if self.tagged:
             return self.encode([token], first=())[0]
         return self.ids([token] if token else [])
 
@@ -122,7 +123,7 @@ class SubwordModel:
                 return [self._processor.encode(lines[0])]
             return self._processor.encode(list(lines), num_threads=1)
         first_ids = self.first_ids() if first is None else list(first)
-        tags = [list(filter(None, _TAG.findall(line)[: self._tagged])) for line in lines]
+        tags = [list(filter(None, _TAG.findall(line)[: self._has_text_tags])) for line in lines]
         texts = [line[len("".join(tag)) :] for tag, line in zip(tags, lines)]
         if sampling:
             if self.is_json:

@@ -87,7 +87,7 @@ class Tokenizer:
         )
         self.source = self.target = SubwordModel(*source, tagged=tagged)
         if self.target_model or self.target_vocabulary or source != target:
-            self.target = SubwordModel(*target, tagged=tagged)
+            self.target = SubwordModel(*target)
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
@@ -152,7 +152,7 @@ class Tokenizer:
         ``name`` of the line is for messages. Raises ``UserError`` for an unknown language, and for
         "" if the model has languages but no default.
         """
-        tagged = self.languages.tagged
+        tagged = self.source.tagged
         source = self.source.first_ids(source_language, f"{name}source_language")
         side = self.source if tagged else self.target
         target = side.first_ids(target_language, f"{name}target_language")
