@@ -52,6 +52,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"d_model": 16, "scale_embedding": True, "decoder_start_token_id": 2}
         | {"tokenizer_class": "MBart50Tokenizer"},
     ),
+    "mbart, first version": (
+        "MBart",
+        _FAIRSEQ
+        | {"normalize_before": True, "normalize_embedding": True}
+        | {"d_model": 16, "scale_embedding": True, "decoder_start_token_id": 29},
+    ),
     "pegasus": (
         "Pegasus",
         _FAIRSEQ
@@ -105,12 +111,17 @@ def model_class(case: str) -> Any:
 
 def languages(case: str) -> list[str]:
     found = {"m2m_100": ["__en__", "__de__"], "nllb": ["eng_Latn", "deu_Latn"]}
-    return found.get(case, ["en_XX", "de_DE"] if case == "mbart" else [])
+    return found.get(case, ["en_XX", "de_DE"] if "mbart" in case else [])
 
 
 # With these seeds, outputs differ and many end before the limit.
 _SEEDS = {"m2m_100": 11, "bart": 3, "mbart": 1, "pegasus": 18, "t5": 2, "t5 1.1": 1, "mt5": 1}
-_SEEDS |= {"marian": 9, "marian, two vocabularies": 2, "marian, untied": 2}
+_SEEDS |= {
+    "mbart, first version": 44,
+    "marian": 9,
+    "marian, two vocabularies": 2,
+    "marian, untied": 2,
+}
 
 
 def write(case: str, folder: Path, *, spare: int | None = None) -> Any:

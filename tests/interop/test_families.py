@@ -62,6 +62,8 @@ class Family:
     @property
     def codes(self) -> tuple[str, str]:
         """Codes of two languages, or two empty strings."""
+        if self.language_last:  # fixed by the import
+            return "", ""
         found = CODES.get(self.case) or families.languages(self.case)
         return tuple(found) if found else ("", "")  # type: ignore[return-value]
 
@@ -70,7 +72,14 @@ class Family:
         """Tokens before the source and the target."""
         if self.case == "bart":
             return "<s>", "<s>"
+        if self.language_last:
+            return "", ""
         return tuple(families.languages(self.case)) or ("", "")  # type: ignore[return-value]
+
+    @property
+    def language_last(self) -> bool:
+        """True if the source's language follows EOS, and the target's is the decoder's start."""
+        return self.case == "mbart, first version"
 
     @cached_property
     def source_ids(self) -> dict[str, int]:
@@ -98,7 +107,12 @@ class Family:
     @property
     def our_batch(self) -> list[np.ndarray]:
         sides = self.pretrained.source_rows, self.pretrained.rows
-        return [side.ours[ids].astype(np.int32) for side, ids in zip(sides, self.batch)]
+        source, target = (side.ours[ids].astype(np.int32) for side, ids in zip(sides, self.batch))
+        if self.language_last:
+            for row in source:
+                length = np.count_nonzero(row)
+                row[:length] = np.roll(row[:length], 1)
+        return [source, target]
 
     def their_logits(self) -> torch.Tensor:
         """Logits of the batch with teacher forcing."""
@@ -135,15 +149,17 @@ class Family:
     def tokens(self, line: str) -> list[str]:
         """Source tokens of a line."""
         words = [word if word in self.source_ids else f"▁{word}" for word in line.split()]
-        return [*filter(None, [self.tags[0], *words, "</s>"])]
+        last = families.languages(self.case)[: self.language_last]
+        return [*filter(None, [self.tags[0], *words, "</s>", *last])]
 
 
-def read(case: str, folder: Path, theirs: Any) -> Family:
-    config, model, tokenizer = import_huggingface(folder)
+def read(case: str, folder: Path, theirs: Any, languages: tuple[str, str] = ("", "")) -> Family:
+    config, model, tokenizer = import_huggingface(folder, languages=languages)
     shape = dataclasses.replace(config.model, dtype="float32")
     model = nnx.merge(nnx.split(Transformer(shape, rngs=nnx.Rngs(0)))[0], nnx.state(model))
     config = dataclasses.replace(config, model=shape)
-    return Family(case, folder, theirs, Pretrained(folder), config, model, tokenizer)
+    pretrained = Pretrained(folder, languages=languages)
+    return Family(case, folder, theirs, pretrained, config, model, tokenizer)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -348,7 +364,8 @@ def test_ctranslate2s_converter_reads_an_export(family: Family, tmp_path: Path) 
     pad = names[family.theirs.config.pad_token_id :][:1]
     ours = list(family.translator(1).stream(LINES))
     ended = [i for i, [its] in enumerate(ours) if len(its.tokens) < LIMIT][:40]
-    tag = family.tags[1]
+    # With a language as the decoder's first input, CTranslate2 takes it as the prefix.
+    tag = families.languages(family.case)[1] if family.language_last else family.tags[1]
     found = ctranslate2.Translator(str(tmp_path / "converted"), intra_threads=1).translate_batch(
         [family.tokens(LINES[i]) for i in ended],
         target_prefix=[[tag]] * len(ended) if tag else None,
@@ -700,3 +717,28 @@ def test_a_translator_from_a_folder(nllb: Path, tmp_path: Path, monkeypatch: Any
         )
         for [its] in translator.stream(lines):
             assert its.tokens[0] == target
+
+
+def test_a_pair_of_languages_is_chosen_at_the_import(tmp_path: Path) -> None:
+    """Of mBART's first version. The export keeps it."""
+    case, codes = "mbart, first version", ("de_DE", "en_XX")
+    theirs = families.write(case, tmp_path / "theirs")
+    family = read(case, tmp_path / "theirs", theirs, codes)
+    theirs.config.decoder_start_token_id = 28
+    ours = nnx.jit(lambda model: model(*family.our_batch))(family.model)
+    is_real = family.batch[1] != 1
+    found = np.asarray(ours)[..., family.pretrained.rows.ours][is_real]
+    assert apart(found, family.their_logits().detach().numpy()[is_real]) < 1e-5
+    flags = ["--source-language", codes[0], "--target-language", codes[1]]
+    places = ["--input", str(tmp_path / "theirs"), "--workdir", str(tmp_path / "ours")]
+    assert main(["import", *places, *flags]) == 0
+    config, model, tokenizer = load_model(tmp_path / "ours")
+    assert tokenizer.source.tokens(tokenizer.source.encode(["w1"])[0]) == ["de_DE", "w1"]
+    assert tokenizer.target.encode(["w1"]) == [tokenizer.target.ids(["w1"])]
+    export_huggingface(config, model, tokenizer, (output := tmp_path / "exported"))
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert_same(load_file(output / "model.safetensors"), expected)
+    settings = json.loads((output / "tokenizer_config.json").read_text())
+    assert (settings["src_lang"], settings["tgt_lang"]) == codes
+    assert loaded(case, output).generation_config.decoder_start_token_id == 28
+    assert import_huggingface(output)[2].fingerprint == tokenizer.fingerprint

@@ -14,6 +14,7 @@ import sentencepiece
 import tokenizers
 import transformers
 from transformers.models.m2m_100 import tokenization_m2m_100 as m2m_100
+from transformers.models.mbart import tokenization_mbart as mbart
 from transformers.models.mbart50 import tokenization_mbart50 as mbart50
 
 from transformer_jax import EOS_ID, Tokenizer, UserError
@@ -81,6 +82,7 @@ LANGUAGES: dict[str, list[str]] = {
     "nllb": ["eng_Latn", "deu_Latn"],
     "m2m_100": [f"__{code}__" for code in m2m_100.FAIRSEQ_LANGUAGE_CODES["m2m100"]],
     "mbart": mbart50.FAIRSEQ_LANGUAGE_CODES,
+    "mbart, first version": mbart.FAIRSEQ_LANGUAGE_CODES,
 }
 TAGS = ["<2en>", "<2de>", "<2zh_Hant>"]
 # family, class of its tokenizer, file of its SentencePiece model, and how it is trained
@@ -88,6 +90,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "nllb": ("M2M100", "NllbTokenizer", FAIRSEQ, {"model_type": "bpe"}),
     "m2m_100": ("M2M100", "M2M100Tokenizer", FAIRSEQ, {}),
     "mbart": ("MBart", "MBart50Tokenizer", FAIRSEQ, {}),
+    "mbart, first version": ("MBart", "MBartTokenizer", FAIRSEQ, {}),
     "t5": ("T5", "T5Tokenizer", T5, T5_IDS),
     "mt5": ("MT5", "T5Tokenizer", T5, T5_IDS),
     "madlad": ("T5", "T5Tokenizer", T5, T5_IDS | {"user_defined_symbols": TAGS}),
@@ -97,11 +100,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
-def write_config(case: str, folder: Path, size: int) -> None:
+def write_config(case: str, folder: Path, size: int, german: int = 0) -> None:
     """Write the config.json of a small model."""
     fields = {"vocab_size": size, "d_model": 16, "decoder_start_token_id": 0}
-    if case == "mbart":
-        fields["decoder_start_token_id"] = 2
+    if "mbart" in case:
+        fields["decoder_start_token_id"] = 2 if case == "mbart" else german
     if case == "pegasus":
         fields |= {"pad_token_id": 0, "eos_token_id": 1}
     getattr(transformers, f"{CASES[case][0]}Config")(**fields).save_pretrained(folder)
@@ -149,7 +152,8 @@ def pair(tmp_path_factory) -> Callable[[str, bool], tuple[Any, Tokenizer]]:
                 theirs.save_pretrained(folder / "saved")
             found = folder / ("saved" if resaved else "original")
             # T5 has more rows than tokens.
-            write_config(case, found, max(theirs.get_vocab().values()) + 9)
+            vocabulary = theirs.get_vocab()
+            write_config(case, found, max(vocabulary.values()) + 9, vocabulary.get("de_DE", 0))
             ours = Pretrained(found).tokenizer()
             ours.save(folder / "ours")
             made[case, resaved] = theirs, Tokenizer.load(folder / "ours")
@@ -160,6 +164,8 @@ def pair(tmp_path_factory) -> Callable[[str, bool], tuple[Any, Tokenizer]]:
 
 def expected(theirs: Any, ours: Tokenizer, line: str) -> list[int]:
     tokens = theirs.convert_ids_to_tokens(theirs(line).input_ids)
+    if tokens[-1] == "en_XX":  # mBART's first version
+        tokens.insert(0, tokens.pop())
     assert tokens.pop() == "</s>"
     # In the text, <s>, </s> and <pad> are unknown tokens here.
     return [max(3, i) for i in ours.source.ids(tokens)]
@@ -177,7 +183,7 @@ def test_ids_and_text_agree_where_transformers_wrote_the_folder(case, pair) -> N
         text = theirs.decode(raw, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         text = text.replace("▁", " ").strip().replace("\n", " ")
         assert ours.target.decode([*ids, EOS_ID]) == text
-    if case in LANGUAGES:
+    if ours.languages.tokens and case in LANGUAGES:
         theirs.tgt_lang = LANGUAGES[case][1]
         side = ours.with_languages(target=theirs.tgt_lang).target
         for line, ids in zip(lines[:200], side.encode(lines[:200])):
@@ -267,5 +273,11 @@ def test_unsupported_folders_are_errors(tmp_path) -> None:
     original("mbart", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "MBartTokenizer"}')
     write_config("mbart", tmp_path, 300)
-    with pytest.raises(UserError, match="mBART's first version"):
-        Pretrained(tmp_path).tokenizer()
+    for codes in (("en_XX", ""), ("en_XX", "xx")):
+        with pytest.raises(
+            UserError, match=r"-language are \('en_XX', 'x?x?'\); expected two of: ar"
+        ):
+            Pretrained(tmp_path, languages=codes)
+    (tmp_path / "special_tokens_map.json").unlink()
+    with pytest.raises(UserError, match="expected two of: none, because the tokenizer's files"):
+        Pretrained(tmp_path)

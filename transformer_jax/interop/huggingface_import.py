@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -46,35 +47,32 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
 
 
 def import_huggingface(
-    folder: Path, *, lazy: bool = False, allow_pickle: bool = False
+    folder: Path,
+    *,
+    lazy: bool = False,
+    allow_pickle: bool = False,
+    languages: tuple[str, str] = ("", ""),
 ) -> tuple[Config, Transformer, Tokenizer]:
     """Load a pretrained model of a family in ``families.py``.
 
     ``save_model`` writes the result as a model folder. Token ids are renumbered, because this
     package has fixed ids for PAD, BOS, EOS and UNK. The model computes the same function. If
     ``lazy``, parameters are read when they are saved, one at a time. With ``allow_pickle``, models
-    are also read from pytorch_model.bin, by PyTorch, whole.
+    are also read from pytorch_model.bin, by PyTorch, whole. ``languages`` are the codes of source
+    and target by default, for a model of many languages.
 
     Raises:
       UserError: a file, setting or tensor is missing, unexpected or unsupported.
     """
-    pretrained = Pretrained(folder, allow_pickle=allow_pickle)
+    pretrained = Pretrained(folder, allow_pickle=allow_pickle, languages=languages)
     shape = pretrained.model_config()
     parameters = pretrained.parameters(shape)
     arrays = parameters if lazy else {name: jnp.asarray(x) for name, x in parameters.items()}
     return pretrained.config(shape), with_parameters(shape, arrays), pretrained.tokenizer()
 
 
-def import_into(
-    source: Path,
-    folder: Path,
-    *,
-    languages: tuple[str, str] = ("", ""),
-    allow_pickle: bool = False,
-) -> None:
+def import_into(source: Path, folder: Path, **options: Any) -> None:
     """Write the model folder of the pretrained model in ``source`` to the empty ``folder``.
-
-    ``languages`` are a many-to-many model's source and target by default.
+    ``options`` are those of ``import_huggingface``.
     """
-    config, model, tokenizer = import_huggingface(source, lazy=True, allow_pickle=allow_pickle)
-    save_model(folder, config, model, tokenizer.with_languages(*languages))
+    save_model(folder, *import_huggingface(source, lazy=True, **options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import re
 import zipfile
 from functools import cached_property, partial
@@ -64,11 +65,18 @@ _TYPES: dict[str, Any] = {  # other fields are numbers
 class Pretrained:
     """A folder with config.json, weights and a tokenizer, of one of ``FAMILIES``.
 
-    ``allow_pickle`` also reads pytorch_model.bin. Raises ``UserError`` if a file, setting or tensor
-    is missing, unexpected or unsupported.
+    ``allow_pickle`` also reads pytorch_model.bin. ``languages`` are the codes of source and target
+    by default. Raises ``UserError`` if a file, setting, tensor or language is missing, unexpected
+    or unsupported.
     """
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        allow_pickle: bool = False,
+        languages: tuple[str, str] = ("", ""),
+    ) -> None:
         check_links(folder)
         self.folder, self._allow_pickle = folder, allow_pickle
         file = folder / "config.json"
@@ -91,6 +99,10 @@ class Pretrained:
         self.library = self.family.library._replace(names=names)
         self._models, vocabularies = read_tokenizer(folder, self.family)
         self.vocabulary, self._joint = vocabularies[-1], len(vocabularies) == 1
+        self._given, self._languages = languages, self._read_languages()
+        self._changed: dict[str, dict[str, Any]] = {}  # fields of files to change in exports
+        if self._language_last:
+            self._choose_pair()
         size_name = "vocab_size" if self._shares else "decoder_vocab_size"
         self.source_rows, self.rows = (
             read_rows(self.family, self.theirs, *each)
@@ -144,6 +156,7 @@ class Pretrained:
             fields["output_scale"] = scales and self.kind != "mt5"
         fields["softmax_bias"] = fields.get("softmax_bias", False) or -1 in self.rows.theirs
         fields["decoder_start"] = self.rows.start
+        fields["language_last"] = self._language_last
         tied_alone: Any = ("target" if tied else "none"), ("all" if tied else "embeddings")
         return ModelConfig(
             **fields,
@@ -226,15 +239,16 @@ class Pretrained:
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer, with our ids."""
-        return Tokenizer(
+        tokenizer = Tokenizer(
             *self._models,
             vocabulary=self.source_rows.tokens,
             target_vocabulary=() if self._joint else self.rows.tokens,
-            languages=self._languages(),
+            languages=self._languages,
             pretrained=self._archive(),
         )
+        return tokenizer if self._language_last else tokenizer.with_languages(*self._given)
 
-    def _languages(self) -> Languages:
+    def _read_languages(self) -> Languages:
         token_of = {i: token for token, i in self.vocabulary.items()}
         forced = token_of.get(self._search[0].get("forced_bos_token_id", -1), "")
         tokens = {
@@ -247,19 +261,45 @@ class Pretrained:
             return Languages({}, first, first or forced)
         if Languages(tokens).tagged:
             return Languages(tokens)
-        settings = read_json(self.folder / "tokenizer_config.json", missing_ok=True)
-        start = token_of.get(self.theirs.get("decoder_start_token_id", -1))
-        its_class = str(settings.get("tokenizer_class"))
-        if self.kind == "mbart" and (its_class.startswith("MBartT") or start in tokens.values()):
-            raise UserError(
-                f"The model in {str(self.folder)!r} is from mBART's first version, which has the "
-                "language after the sentence; expected mBART-50, such as "
-                "facebook/mbart-large-50-many-to-many-mmt."
-            )
+        settings = self._tokenizer_settings
         english = [tokens[code] for code in _ENGLISH if code in tokens]  # transformers' default
         default = [*english, *tokens.values(), ""][0]
         target = tokens.get(settings.get("tgt_lang") or "", "") or forced
         return Languages(tokens, tokens.get(settings.get("src_lang") or "", default), target)
+
+    @cached_property
+    def _tokenizer_settings(self) -> dict[str, Any]:
+        return read_json(self.folder / "tokenizer_config.json", missing_ok=True)
+
+    @cached_property
+    def _language_last(self) -> bool:
+        """True for mBART's first version: the source's language is the last token, and the target's
+        is the decoder's first input, like BOS.
+        """
+        if self.kind != "mbart":
+            return False
+        its_class = str(self._tokenizer_settings.get("tokenizer_class"))
+        start, eos = (self.theirs.get(f"{name}_token_id") for name in ("decoder_start", "eos"))
+        return its_class.startswith("MBartT") or not (start == eos or "50" in its_class)
+
+    def _choose_pair(self) -> None:
+        """Fix source and target language of a model that starts with the target's."""
+        its, start = self._languages, self.theirs.get("decoder_start_token_id")
+        started = [token for token in its.tokens.values() if self.vocabulary[token] == start]
+        defaults = its.source, [*started, its.target][0]
+        pair = [its.tokens.get(x, "") if x else y for x, y in zip(self._given, defaults)]
+        if "" in pair:
+            codes = ", ".join(its.tokens) or "none, because the tokenizer's files have no codes"
+            raise UserError(
+                f"--source-language and --target-language are {self._given}; expected two of: "
+                f"{codes}. The model in {str(self.folder)!r} is from mBART's first version, which "
+                "is imported for one language pair."
+            )
+        first = {"decoder_start_token_id": self.vocabulary[pair[1]]}
+        self._languages, self.theirs = Languages({}, pair[0]), self.theirs | first
+        if any(self._given):
+            self._changed = dict.fromkeys(("config.json", "generation_config.json"), first)
+            self._changed["tokenizer_config.json"] = {"src_lang": pair[0], "tgt_lang": pair[1]}
 
     @cached_property
     def _search(self) -> tuple[dict[str, Any], Path]:
@@ -292,12 +332,15 @@ class Pretrained:
 
     def _archive(self) -> bytes:
         """Return a zip archive of all files but the weights, for exports."""
-        content = io.BytesIO()
-        with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        target = io.BytesIO()
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in sorted({f for pattern in KEPT for f in self.folder.glob(pattern)}):
                 if file.name != "tokenizer.json" and "index.json" not in file.name:
-                    archive.writestr(zipfile.ZipInfo(file.name), file.read_bytes())
-        return content.getvalue()
+                    content = file.read_bytes()
+                    if changed := self._changed.get(file.name):
+                        content = json.dumps(read_json(file) | changed, indent=2).encode()
+                    archive.writestr(zipfile.ZipInfo(file.name), content)
+        return target.getvalue()
 
 
 _COPY = re.compile(r"(embed_tokens|lm_head)\.weight$")

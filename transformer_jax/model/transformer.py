@@ -212,10 +212,14 @@ class Transformer(nnx.Module):
         keys = as_keys(dropout_key)
         packed = segments_BS is not None
         segments_BS = _segments(source_BS, segments_BS)
+        positions_BS = segment_positions(segments_BS)
+        if self.config.language_last:
+            lengths_BS = (segments_BS[:, :, None] == segments_BS[:, None]).sum(2)
+            positions_BS = (positions_BS - 1) % lengths_BS
         x_BSD = self._embed(
             self.source_embedding or self.target_embedding,
             source_BS,
-            segment_positions(segments_BS),
+            positions_BS,
             packed=packed,
             cut_BL=cut_BS,
             keys=keys,

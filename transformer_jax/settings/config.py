@@ -112,6 +112,8 @@ class ModelConfig(Section, prefix="model."):
     """Add a bias to the logits (Marian does)."""
     decoder_start: Literal["bos", "eos", "pad", "unk"] = "bos"
     """Special token that is the decoder's first input. EOS in fairseq's models, PAD in T5."""
+    language_last: bool = False
+    """The first source token, a language, has the position after EOS (mBART's first version)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matmuls and, on GPU and TPU, of activations between layers (mixed precision). auto:
     bfloat16 on GPU, TPU and CPUs with avx512_bf16, float32 on other CPUs. Parameters, softmax,
@@ -145,6 +147,11 @@ class ModelConfig(Section, prefix="model."):
         layer, layers = self.alignment_layer or 0, self.decoder_layers
         yield "alignment_layer", -layers <= layer < layers, f"-{layers} to {layers - 1}, or None"
         yield "relative_buckets", not relative or half >= 2, "at least 4"
+        yield (
+            "language_last",
+            not (relative and self.language_last),
+            "False with relative positions",
+        )
         yield (
             "relative_distance",
             not relative or self.relative_distance > half,
