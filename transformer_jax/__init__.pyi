@@ -32,7 +32,8 @@ from .model.positions import sinusoidal_positions
 from .model.transformer import Transformer
 from .saved_models.model_folder import load_model, save_model
 from .saved_models.remote_workdir import local_workdir
-from .serving.async_translator import AsyncTranslator, SearchFailed
+from .serving.async_translator import AsyncTranslator
+from .serving.workers import SearchFailed
 from .settings.config import (
     BatchConfig,
     Config,

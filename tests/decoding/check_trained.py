@@ -51,6 +51,8 @@ class Arguments:
     """Beam width."""
     max_extra_length: int = 12
     """Maximum extra length of a translation; the reference search never stops early."""
+    weights: Literal["auto", "int8"] = "auto"
+    """As in ``DecodingConfig``."""
     batch_sizes: tuple[int, ...] = (1, 7, 32, 128)
     """Batch sizes for ``independence``."""
 
@@ -61,6 +63,7 @@ def main(arguments: Arguments) -> None:
         arguments.workdir,
         beam_size=arguments.beam_size,
         max_extra_length=arguments.max_extra_length,
+        weights=arguments.weights,
     )
     lines = list(read_lines(arguments.input))[: arguments.limit]
     encoded = translator.tokenizer.source.encode(lines)

@@ -205,7 +205,7 @@ def test_folders_with_only_a_sentencepiece_model(case, pair) -> None:
             del found[code], vocabulary[code]
     assert found == vocabulary
     # Without tokenizer.json, special tokens in the text are text, and SentencePiece normalizes it.
-    plain = hostile(special=[])[8:]
+    plain = [*hostile(special=[])[8:], ">>deu<< one"]
     file = Path(theirs.name_or_path) / CASES[case][2]
     processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
     first = ours.source.first_ids()

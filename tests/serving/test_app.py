@@ -23,16 +23,13 @@ from servers import LINES, Server, make_model_to_serve, serving
 from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.serving.async_translator import (
-    AsyncTranslator,
-    Entry,
-    LiveRows,
-    SearchFailed,
-)
+from transformer_jax.serving.async_translator import AsyncTranslator
 from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.live_rows import LiveRows
 from transformer_jax.serving.schema import Answer, Query
 from transformer_jax.serving.service import Answering, Service, _split_tag
 from transformer_jax.serving.text import cut
+from transformer_jax.serving.workers import Entry, SearchFailed
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 

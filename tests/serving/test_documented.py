@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 
-from transformer_jax.serving import app, async_translator, service
+from transformer_jax.serving import app, service, workers
 from transformer_jax.serving.__main__ import UVICORN
 from transformer_jax.serving.flags import Arguments
 from transformer_jax.serving.protocol import Protocol
@@ -99,8 +99,8 @@ FIGURES: dict[str, tuple[float, ...]] = {
     ),
     r"\| headers \| (\d+) KB": (UVICORN["h11_max_incomplete_event_size"] / 1024,),
     r"up to (eight) decoding\s+steps at a time \(up to (\d+) with one row\)": (
-        async_translator._STEPS,
-        async_translator._STEPS_OF_ONE,
+        workers._STEPS,
+        workers._STEPS_OF_ONE,
     ),
     r"are disconnected after (\d+) to (\d+) seconds": (Protocol.patience, 2 * Protocol.patience),
 }

@@ -14,7 +14,8 @@ from random_models import make_model
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.search import Sentence
-from transformer_jax.serving.async_translator import Entry, LiveRows
+from transformer_jax.serving.live_rows import LiveRows
+from transformer_jax.serving.workers import Entry
 from transformer_jax.settings.config import DecodingConfig
 
 VOCAB = 40

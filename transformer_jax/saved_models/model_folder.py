@@ -144,7 +144,7 @@ def write_model(
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Any]) -> None:
-    """Write a safetensors file of float32 arrays, one at a time: safetensors copies all of them.
+    """Write a safetensors file of float32 arrays, one at a time; lazy arrays then need no memory.
 
     The file has the name, shape and place of each array in JSON, after the length of this text.
     """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax import Bucket, DecodingConfig, Hypothesis, Sentence, Translator, UserError
-from transformer_jax.serving.async_translator import Entry, Workers
+from transformer_jax.serving.workers import Entry, Workers
 from transformer_jax.support import needs_extra, num_cores
 
 _LONGEST = 2**16

@@ -66,7 +66,9 @@ class SubwordModel:
         self.first_tokens = {first, *languages.values()} - {""}
         self._hidden = {PAD_ID, BOS_ID, EOS_ID, *self.ids(self.first_tokens)}
         self._sampler: SubwordSampler | None = None
-        self._has_text_tags = self._foreign and not (first or languages or self.is_json)
+        self._has_text_tags = self._foreign and any(
+            token.startswith(">>") and token.endswith("<<") for token in self._tokens
+        )
         tag = _TAG.pattern if self._has_text_tags else ""
         self._leading = re.compile(rf"{tag}(?:\s*(?:{any_of(symbols)}))*")
 
