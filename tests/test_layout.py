@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TRUNK = [
     "errors",
     "storage.files",
-    "storage.json_files",
     "settings.checks",
     "settings.config",
     "settings.config_files",

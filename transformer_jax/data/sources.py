@@ -22,8 +22,7 @@ from typing import Any, BinaryIO, cast
 from transformer_jax.data.files import find_files
 from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
 from transformer_jax.settings.config import PairsConfig
-from transformer_jax.storage.files import AnyPath, to_path
-from transformer_jax.storage.json_files import parse_object
+from transformer_jax.storage.files import AnyPath, parse_object, to_path
 
 _Example = tuple[str, Mapping[str, Any]]  # its name in messages, and its fields
 

@@ -37,11 +37,11 @@ from transformer_jax.storage.files import (
     checksums,
     files_in,
     is_checkpoint,
+    parse_object,
     remove_file,
     remove_folder,
     write_atomically,
 )
-from transformer_jax.storage.json_files import read_object
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
     if not isinstance(folder, Path):
         folder.fs.invalidate_cache()  # another process can have written it
     try:
-        content = read_object(folder / MANIFEST)
+        content = parse_object((folder / MANIFEST).read_bytes(), MANIFEST)
     except (FileNotFoundError, UserError):
         return {}
     version = content.get("format", 0 if "progress.json" in content else _FORMAT)

@@ -11,8 +11,7 @@ from typing import Any
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import Config
-from transformer_jax.storage.files import is_checkpoint
-from transformer_jax.storage.json_files import parse_object
+from transformer_jax.storage.files import is_checkpoint, parse_object
 
 _PACKAGE = Path(__file__).parents[1]
 _RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")

@@ -1,10 +1,11 @@
-"""Files on local disks and in object stores: paths, atomic writes, locks."""
+"""Files on local disks and in object stores: paths, atomic writes, locks, JSON."""
 
 from __future__ import annotations
 
 import fcntl
 import glob
 import importlib
+import json
 import logging
 import os
 import secrets
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
 
@@ -36,6 +37,8 @@ MODEL = "model"
 
 _PATIENCE_SECONDS = 600.0  # an object store can be down for minutes
 _PAUSE_SECONDS = 5.0
+
+_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
 
 _STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme: (package, extra)
 
@@ -189,6 +192,30 @@ def _replacing(path: AnyPath) -> Iterator[BinaryIO]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def parse_object(text: str | bytes, name: str, /, **fields: Any) -> dict[str, Any]:
+    """Parse a JSON object, which other programs, older versions or disk errors can have changed.
+
+    ``name`` is the file or line in messages. ``fields`` gives the types of required fields: a
+    class, or a union such as ``int | None``; numbers are ``int | float``.
+
+    Raises ``UserError`` if it is not JSON, not an object, or a field is missing or has another
+    type.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not valid JSON: {one_line(error)}.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{name} contains {short_repr(content)}; expected a JSON object.")
+    for field, kind in fields.items():
+        value = content.get(field)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            found = short_repr(value) if field in content else "missing"
+            expected = _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
+            raise UserError(f"{name}: {field} is {found}; expected {expected}.")
+    return content
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:

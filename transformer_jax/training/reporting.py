@@ -21,8 +21,7 @@ from rich.progress import Progress as ProgressBar
 
 from transformer_jax.devices.distributed import is_first
 from transformer_jax.errors import LossyStream, UserError
-from transformer_jax.storage.files import write_atomically
-from transformer_jax.storage.json_files import parse_object
+from transformer_jax.storage.files import parse_object, write_atomically
 from transformer_jax.training.flops import peak_tflops
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress
