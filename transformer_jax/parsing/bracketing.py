@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import NamedTuple
 
 from transformer_jax import UserError
@@ -60,22 +60,20 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
     Raises:
         UserError: there are no sentences, or the two inputs differ in length or words.
     """
-    totals, golds, parsed = BracketScore(0, 0, 0, 0, 0), 0, 0
-    for right, parse in zip_longest(gold, parses):
-        golds, parsed = golds + (right is not None), parsed + (parse is not None)
-        if right is None or parse is None:
-            continue
+    totals, golds, parsed = BracketScore(0, 0, 0, 0, 0), list(gold), list(parses)
+    for number, (right, parse) in enumerate(zip(golds, parsed), 1):
         if right.words != parse.words:
             raise UserError(
-                f"Tree {golds}: the words are {' '.join(parse.words)!r}; expected the words of the "
+                f"Tree {number}: the words are {' '.join(parse.words)!r}; expected the words of the "
                 f"gold tree, {' '.join(right.words)!r}."
             )
         a, b = _brackets(right.constituents, right.tags), _brackets(parse.constituents, right.tags)
         found = (a & b).total(), a.total(), b.total(), int(a == b), 1
         totals = BracketScore(*map(sum, zip(totals, found)))
-    if golds != parsed:
+    if len(golds) != len(parsed):
         raise UserError(
-            f"There are {golds} gold trees and {parsed} to score; expected the same number of each."
+            f"There are {len(golds)} gold trees and {len(parsed)} to score; expected the same "
+            "number of each."
         )
     if not golds:
         raise UserError("There are no gold trees; expected at least one, with a tree to score.")

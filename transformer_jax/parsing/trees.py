@@ -91,9 +91,9 @@ def without_numbers(tokens: Sequence[str]) -> Sequence[str]:
 
 @dataclass
 class _Node:
-    line: int
     start: int  # number of words in the tree before this node
     end: int = 0
+    line: int = 0
     label: str = ""
     word: str = ""
 
@@ -132,7 +132,7 @@ def _read_trees(file: str | Path) -> Iterator[list[_Node]]:
             if token == "(":
                 if path and path[-1].word:
                     raise _not_a_tree(file, line, f"( after the word {path[-1].word!r}")
-                path.append(_Node(line, num_words))
+                path.append(_Node(num_words, line=line))
                 nodes.append(path[-1])
                 continue
             if not path:
@@ -168,38 +168,34 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
     the innermost open constituent, regardless of its label. Surplus brackets and words are ignored.
     Missing words are added to the last constituent, and empty constituents are dropped.
     """
-    count, place, faultless = len(words), 0, True
-    open_, constituents = list[tuple[str, int, int]](), list[Constituent | None]()
-    outer = -1  # the last outermost constituent
+    count, place = len(words), 0
+    nodes, path = list[_Node](), list[_Node]()  # path: the nodes that are still open
+    outer: _Node | None = None  # the last outermost node
     tokens = sequence.split()
     if any(map(_NUMBER.fullmatch, tokens)):
         tokens = [token for token in tokens if token[0] in "()" or _NUMBER.fullmatch(token)]
     for token in tokens:
-        if token[0] in "()" and _BRACKET.match(token) is None:
-            faultless = False
-        elif token.startswith("("):
-            open_.append((token[1:], place, len(constituents)))
-            constituents.append(None)
-        elif not token.startswith(")"):
-            faultless &= place < count
+        if token[0] not in "()":
             place = min(place + 1, count)
-        elif open_:
-            label, start, number = open_.pop()
-            faultless &= token[1:] == label and start < place
-            constituents[number] = Constituent(label, start, place)
-            outer = outer if open_ else number
-        else:
-            faultless = False
-    faultless &= place == count and not open_
-    if not open_ and outer >= 0 and (last := constituents[outer]) and last.end == place:
-        constituents[outer] = last._replace(end=count)
-    for label, start, number in open_:
-        constituents[number] = Constituent(label, start, count)
-    return Parse(
-        tuple(words),
-        (WORD,) * count,
-        tuple(c for c in constituents if c is not None and c.start < c.end),
-    ), faultless
+        elif _BRACKET.match(token) is None:
+            continue
+        elif token[0] == "(":
+            path.append(_Node(place, label=token[1:]))
+            nodes.append(path[-1])
+        elif path:
+            node = path.pop()
+            node.end = place
+            outer = outer if path else node
+    if outer and not path and outer.end == place:
+        path = [outer]
+    for node in path:
+        node.end = count
+    spans = (Constituent(node.label, node.start, node.end) for node in nodes)
+    found = tuple(span for span in spans if span.start < span.end)
+    parse = Parse(tuple(words), (WORD,) * count, found)
+    # Only a well-formed sequence is the same after a conversion to a tree and back.
+    given = [token if token[0] in "()" else WORD for token in tokens]
+    return parse, given == parse.sequence().split()
 
 
 def _not_a_tree(file: str | Path, line: int, found: str) -> UserError:
