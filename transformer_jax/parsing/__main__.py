@@ -43,26 +43,24 @@ class Prepare:
 
     def run(self) -> None:
         """Write the three files, and a summary to stderr."""
-        words, sequences, trees = list[str](), list[str](), list[str]()
-        num_words = 0
-        for file in self.trees:
-            for parse in read_parses(file):
-                words.append(" ".join(with_numbers(parse.words) if self.numbered else parse.words))
-                sequences.append(parse.sequence(numbered=self.numbered))
-                trees.append(str(parse))
-                num_words += len(parse.words)
-        if not trees:
+        parses = [parse for file in self.trees for parse in read_parses(file)]
+        if not parses:
             raise UserError(
                 f"No trees found in {' '.join(self.trees)}; expected trees in Penn format."
             )
-        stem = Path(self.output)
-        outputs = {"words": words, "sequences": sequences, "mrg": trees}
+        stem, sources = Path(self.output), [parse.words for parse in parses]
+        outputs = {
+            "words": [" ".join(with_numbers(x) if self.numbered else x) for x in sources],
+            "sequences": [parse.sequence(numbered=self.numbered) for parse in parses],
+            "mrg": map(str, parses),
+        }
         for ending in outputs:
             check_not_input(f"{stem}.{ending}", *self.trees)
         stem.parent.mkdir(parents=True, exist_ok=True)
         for ending, lines in outputs.items():
             write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
-        said = f"{stem}.words, .sequences and .mrg: {len(trees)} trees with {num_words} words."
+        num_words = sum(map(len, sources))
+        said = f"{stem}.words, .sequences and .mrg: {len(parses)} trees with {num_words} words."
         print(said, file=sys.stderr)
 
 

@@ -81,8 +81,7 @@ class Workdir:
         else:  # resolved, because a link can be changed during the run
             self.folder = self.store = Path(os.path.realpath(local_path(name)))
             _check_name(self.folder)
-        self._copies_checkpoints = is_copied(url)
-        root: AnyPath = self.folder if self._copies_checkpoints else self.store
+        root: AnyPath = self.folder if is_copied(url) else self.store
         self.checkpoints, self.token = root / "checkpoints", ""
 
     def claim(self) -> None:
@@ -122,29 +121,29 @@ class Workdir:
         if self.folder is self.store or _token(self.store) == (_token(self.folder) or None):
             return
         mirror_files(self.store, self.folder)
-        if self._copies_checkpoints:
+        if isinstance(self.checkpoints, Path):
             mirror_checkpoints(self.store / "checkpoints", self.checkpoints)
 
     def push_files(self) -> None:
         """Mirror the local folder to the URL, except for checkpoints."""
-        if self.folder is not self.store:
-            self._push(mirror_files, self.folder, self.store)
+        self._push(mirror_files, self.folder, self.store)
 
     def push_checkpoints(self) -> None:
         """Mirror the local checkpoints to the URL, unless Orbax writes them there directly.
 
         Call ``push_files`` first: a resumed run drops log entries after its checkpoint.
         """
-        if self._copies_checkpoints:
-            self._push(mirror_checkpoints, self.checkpoints, self.store / "checkpoints")
+        self._push(mirror_checkpoints, self.checkpoints, self.store / "checkpoints")
 
     def push_corpus(self, fingerprint: str) -> None:
         """Copy a corpus to the URL if several processes need it and it is not there yet."""
         source, target = (place / "corpus" / fingerprint for place in (self.folder, self.store))
-        if self.folder is not self.store and jax.process_count() > 1:
+        if jax.process_count() > 1:
             self._push(mirror_folder, source, target)
 
     def _push(self, mirror: Callable[..., None], source: AnyPath, target: AnyPath) -> None:
+        if source == target:
+            return
         self.check_token()
         try:
             mirror(source, target, check=partial(retry, self.store, self.check_token))
