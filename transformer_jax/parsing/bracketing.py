@@ -64,8 +64,8 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
     for number, (right, parse) in enumerate(zip(golds, parsed), 1):
         if right.words != parse.words:
             raise UserError(
-                f"Tree {number}: the words are {' '.join(parse.words)!r}; expected the words of the "
-                f"gold tree, {' '.join(right.words)!r}."
+                f"Tree {number}: the words are {' '.join(parse.words)!r}; expected the words of "
+                f"the gold tree, {' '.join(right.words)!r}."
             )
         a, b = _brackets(right.constituents, right.tags), _brackets(parse.constituents, right.tags)
         found = (a & b).total(), a.total(), b.total(), int(a == b), 1
