@@ -4,9 +4,10 @@
 
 translates every fourth line, beginning with the first, to kd/0-of-4. Run all shards, each on its
 own device or host with the same --output. The last one writes kd/source and kd/target, without
-pairs that have an empty side or whose lengths differ by more than --max-ratio. With --swap, the
-translations are the source (back-translation). The same command continues after it was stopped.
---method sample, --temperature and --beam-size are those of decode.py.
+pairs that have an empty side or whose lengths differ by more than --max-ratio. Several work
+directories after --workdir are an ensemble. With --swap, the translations are the source
+(back-translation). The same command continues after it was stopped. --method sample, --temperature
+and --beam-size are those of decode.py.
 """
 
 from itertools import zip_longest
@@ -20,7 +21,7 @@ from transformer_jax.decoding.__main__ import main as decode
 
 
 def main(
-    workdir: str,
+    workdir: tuple[str, ...],
     input: str,
     output: Path,
     shard: str = "0/1",
@@ -33,7 +34,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     index, count = map(int, shard.split("/"))
     files = [output / f"{i}-of-{count}" for i in range(count)]
-    given = ["--workdir", workdir, "--input", input, "--output", str(files[index]), "--resume"]
+    given = ["--workdir", *workdir, "--input", input, "--output", str(files[index]), "--resume"]
     search = ["--method", method]
     search += ["--beam-size", str(beam_size)] if method == "beam" else []
     search += ["--temperature", str(temperature)] if method == "sample" else []

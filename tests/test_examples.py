@@ -163,13 +163,13 @@ def test_pairs_are_cleaned(run: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_shards_of_a_translated_corpus_are_joined(run: Callable[..., str], tmp_path: Path) -> None:
-    """Also by the shard that was stopped within a line, and as back-translations."""
+    """Also by the shard that was stopped within a line, as back-translations, by an ensemble."""
     lines, tokenizer = lines_of_words(7), train_tokenizer(lines_of_words(60))
     (tmp_path / "text").write_text("".join(f"{line}\n" for line in [*lines, ""]))
     folder, model = tmp_path / "model", make_model(tokenizer)
     folder.mkdir()
     transformer_jax.save_model(folder, transformer_jax.Config(model=model.config), model, tokenizer)
-    given = {"workdir": str(folder), "input": str(tmp_path / "text"), "max_ratio": 1e9}
+    given = {"workdir": (str(folder),), "input": str(tmp_path / "text"), "max_ratio": 1e9}
     whole = tmp_path / "whole"
     assert "7 of 8 pairs kept" in run("translate_corpus", **given, output=whole)
     assert (whole / "source").read_text().splitlines() == lines
@@ -180,7 +180,8 @@ def test_shards_of_a_translated_corpus_are_joined(run: Callable[..., str], tmp_p
     assert "shards [1, 2] of 3 are not" in run(
         "translate_corpus", **given, output=shards, shard="0/3", swap=True
     )
-    run("translate_corpus", **given, output=shards, shard="2/3", swap=True)
+    twice = given | {"workdir": (str(folder), str(folder))}
+    run("translate_corpus", **twice, output=shards, shard="2/3", swap=True)
     assert not (shards / "source").exists()
     assert "7 of 8" in run("translate_corpus", **given, output=shards, shard="1/3", swap=True)
     assert (shards / "target").read_text().splitlines() == lines
