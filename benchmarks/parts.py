@@ -1,13 +1,16 @@
-"""Milliseconds of our training step by part, from a trace of ``jax.profiler`` on a CPU.
+"""Milliseconds of our training or decoding step by part, from a trace of ``jax.profiler`` on a CPU.
 
     python -m benchmarks.parts                                     # base, float32
     python -m benchmarks.parts --dtype bfloat16                    # mixed precision
     python -m benchmarks.parts --config multi30k --pairs 256
+    python -m benchmarks.parts --workdir W --input F --threads 1   # beam search, one engine
 
-A turn is ``--steps`` steps in a trace, on the batches of ``benchmarks.train``. Events in the trace
-name operations of the compiled step. An operation's metadata (``op_name``) has the path of JAX's
-named scopes, such as ``transpose(jvp(feed_forward))`` in the backward pass. A fusion has the path
-of its root, so it can include cheap operations of other parts.
+A turn is ``--steps`` training steps in a trace, on the batches of ``benchmarks.train``. With
+``--workdir``, a turn translates the file with ``--pairs`` rows, beam size 4 and the model's data
+type; the table has the operations of a decoding step, without the encoder. Events in the trace name
+operations of the compiled step. An operation's metadata (``op_name``) has the path of JAX's named
+scopes, such as ``transpose(jvp(feed_forward))`` in the backward pass. A fusion has the path of its
+root, so it can include cheap operations of other parts.
 
 Columns: matmuls and other operations in the forward and the backward pass, per step, in the fastest
 round. The loss also computes its gradient in the forward pass. "rest" is the time without an
@@ -24,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.hlo import kernels
-from benchmarks.in_turn import Answer, Engine, Table, finish, measure, parser, workers
+from benchmarks.in_turn import Answer, Engine, Table, absolute, finish, measure, parser, workers
 from benchmarks.train import make_batches, read_config
 
 # An operation belongs to the first of these names that is in its path.
@@ -41,41 +44,57 @@ _PARTS = {
     "jvp": "masks and other operations of the model",
     "convert_element_type": "casts",
 }
+_SEARCH = {
+    "logits": "logits",
+    "log_softmax": "normalizer of the logits",
+    "top_k": "best tokens of each beam",
+    "cache": "writing the KV cache",
+} | {name: part for name, part in _PARTS.items() if name not in ("loss", "add_any", "jvp")}
 _COLUMNS = "matmuls", "other", "backward matmuls", "backward other"
 
 
-def part(source: str) -> str:
-    """Return the part of the training step to which an operation with this path belongs."""
+def part(source: str, parts: dict[str, str], rest: str) -> str:
+    """Return the part of a step to which an operation with this path belongs."""
     names = set(re.findall(r"\w+", source))
-    return next((part for name, part in _PARTS.items() if name in names), "optimizer")
+    return next((part for name, part in parts.items() if name in names), rest)
 
 
-def operation_times(folder: Path) -> Counter[str]:
-    """Add up the milliseconds of each operation in a trace."""
+def operation_times(folder: Path) -> tuple[Counter[str], Counter[str]]:
+    """Return the milliseconds of each operation in a trace, and how often it ran."""
     import jax
 
     [file] = folder.rglob("*.xplane.pb")
-    times: Counter[str] = Counter()
+    times, counts = Counter[str](), Counter[str]()
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
             for event in line.events:
-                times[dict(event.stats).get("hlo_op", "")] += event.duration_ns / 1e6
-    return times
+                name = dict(event.stats).get("hlo_op", "")
+                times[name] += event.duration_ns / 1e6
+                counts[name] += 1
+    return times, counts
 
 
-def by_part(program: str, times: Counter[str]) -> dict[str, Counter[str]]:
+def by_part(
+    program: str, times: Counter[str], parts: dict[str, str] = _PARTS, rest: str = "optimizer"
+) -> dict[str, Counter[str]]:
     """Add up the times of a compiled program's operations by part and column."""
     table: dict[str, Counter[str]] = {}
     for kernel in kernels(program):  # without loops and calls, whose events contain other events
         column = "matmuls" if kernel.flops else "other"
         if "transpose(" in kernel.source:
             column = f"backward {column}"
-        table.setdefault(part(kernel.source), Counter())[column] += times.pop(kernel.name, 0)
+        name = part(kernel.source, parts, rest)
+        table.setdefault(name, Counter())[column] += times.pop(kernel.name, 0)
     return table
 
 
 def start(_: str, job: Answer) -> Engine:
-    """Compile the training step. Each turn runs it, and returns the milliseconds by part."""
+    """Compile the step. Each turn runs it, and returns the milliseconds by part."""
+    return start_search(job) if job["workdir"] else start_training(job)
+
+
+def start_training(job: Answer) -> Engine:
+    """Measure the training step."""
     import jax
 
     from transformer_jax import Batch, MeshConfig, batch_sharding, make_mesh
@@ -101,15 +120,48 @@ def start(_: str, job: Answer) -> Engine:
                         state, _ = train_step(state, batch)
                 jax.block_until_ready(state)
                 seconds = time.perf_counter() - begin
-            parts = by_part(program, operation_times(Path(folder)))
-        return {"parts": parts, "milliseconds": 1e3 * seconds}
+            parts = by_part(program, operation_times(Path(folder))[0])
+        return {"parts": parts, "milliseconds": 1e3 * seconds, "steps": job["steps"]}
 
     return run
 
 
-def table_of(answer: Answer, steps: int) -> Table:
+def start_search(job: Answer) -> Engine:
+    """Measure the search: each turn translates the file."""
+    import jax
+    import numpy as np
+
+    from transformer_jax import Sentence, Translator
+    from transformer_jax.data.sources import read_lines
+
+    settings = {"beam_size": 4, "length_penalty": 0.6, "length_offset": 0.0}
+    translator = Translator.from_workdir(job["workdir"], batch_size=job["pairs"], **settings)
+    lines, [engine] = list(read_lines(job["input"])), translator.engines
+    sentences = list(map(Sentence, translator.tokenizer.source.encode(lines)))
+    bucket = engine.bucket_of(max(sentences, key=lambda sentence: len(sentence.tokens)))
+    arguments = engine._weights, engine.new_rows(bucket), engine.encode(bucket, {})
+    limits = np.int32(0), np.int32(0)
+    program = engine._compiled.admit_and_decode.lower(*arguments, *limits).compile().as_text()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+
+    def run() -> Answer:
+        engine.search(sentences)
+        with TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder, profiler_options=options):
+                engine.search(sentences)
+            times, counts = operation_times(Path(folder))
+        parts = by_part(program, times, _SEARCH, "beams, constraints, results")
+        whole = sum(row.total() for row in parts.values())
+        [steps] = {counts[k.name] for k in kernels(program) if "/logits/" in k.source and k.flops}
+        return {"parts": parts, "milliseconds": whole, "steps": steps}
+
+    return run
+
+
+def table_of(answer: Answer) -> Table:
     """Make the table of one round: milliseconds per step by part and column, and in total."""
-    found, whole = dict(answer["parts"]), answer["milliseconds"]
+    steps, found, whole = answer["steps"], dict(answer["parts"]), answer["milliseconds"]
     found["rest"] = Counter(other=whole - sum(row.total() for row in found.values()))
     rows = sorted(found.items(), key=lambda item: -item[1].total())
     table: Table = {}
@@ -125,7 +177,9 @@ def main() -> None:
     flags = parser(__doc__)
     add = flags.add_argument
     add("--config", default="wmt14_base", help="recipe or file; default: wmt14_base")
-    add("--pairs", type=int, default=32, help="sentence pairs per step")
+    add("--workdir", help="trained model; with --input, measure beam search")
+    add("--input", type=absolute, help="text to translate")
+    add("--pairs", type=int, default=32, help="sentence pairs per step; rows of the search")
     add("--length", type=int, default=32)
     add("--steps", type=int, default=4)
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -133,10 +187,10 @@ def main() -> None:
     job = vars(arguments) | {"devices": 1}
     with workers("parts", ["ours"], job) as engines:
         _, rounds = measure(
-            engines, arguments.rounds, lambda x: job["steps"] / x["milliseconds"], "steps/ms"
+            engines, arguments.rounds, lambda x: x["steps"] / x["milliseconds"], "steps/ms"
         )
     fastest = min((answers["ours"] for answers in rounds[1:]), key=lambda x: x["milliseconds"])
-    finish(table_of(fastest, job["steps"]), rounds, arguments)
+    finish(table_of(fastest), rounds, arguments)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from jax import Array
 _CHUNK = {"cpu": 32, "gpu": 128}
 
 
+@jax.named_scope("top_k")
 def top_k(x_RV: Array, k: int) -> tuple[Array, Array]:
     """Compute ``jax.lax.top_k`` of each row. On CPU and GPU it runs in two exact stages, which are
     several times faster on wide rows.

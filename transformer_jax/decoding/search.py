@@ -327,7 +327,8 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
     B, W, V = logits_BWV.shape
     logits_RV = logits_BWV.reshape(B * W, V).astype(jnp.float32)
     # All logits of a row may be -inf; the normalizer must not turn them into NaN.
-    normalizer_R1 = jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
+    with jax.named_scope("log_softmax"):
+        normalizer_R1 = jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
     normalizer_R1 = jnp.maximum(normalizer_R1, IMPOSSIBLE)
     position_R = jnp.repeat(state.position_B, W)
     position_B1 = state.position_B[:, None]

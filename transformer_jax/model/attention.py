@@ -213,6 +213,7 @@ class MultiHeadAttention(nnx.Module):
             return self.output(reference())
         return self.output(jax.lax.platform_dependent(cuda=kernel, default=reference))
 
+    @jax.named_scope("attention")
     def project(
         self, query_BTD: Array, memory_BSD: Array | None = None, *, packed: bool = False
     ) -> tuple[Array, ...]:

@@ -104,6 +104,7 @@ class DecoderCache:
         layers = zip(self.history, self.source)
         return [LayerAttention(self, visible_B1WL, *each) for each in layers]
 
+    @jax.named_scope("cache")
     def written(self, blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
         """Write the newest keys and values, [B, W, H, K], into a layer's history.
 
@@ -255,6 +256,7 @@ def empty_cache(
     )
 
 
+@jax.named_scope("dot_product_attention")
 def _attend_to_blocks(
     q_BWHK: Array,
     blocks: Sequence[Block],

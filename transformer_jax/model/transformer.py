@@ -250,6 +250,7 @@ class Transformer(nnx.Module):
         return dropout(x_BLD, self.config.dropout, keys)
 
     @checked
+    @jax.named_scope("logits")
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Compute logits of the next token, float32 [B, T, V]."""
         dtype, matrix_VD = compute_dtype(self.config), self.output_matrix_VD
