@@ -98,6 +98,9 @@ def test_a_term_that_does_not_fit_is_reported(model, tokenizer, caplog):
     assert best.unmet == ("one",) and best.text
     assert best.fields()["unmet"] == ("one",)
     assert "Line 1: the translation lacks the glossary's terms for: one." in caplog.text
+    request = Request("<p>two</p><p>one <b>two</b></p><p>one</p>", format="html")
+    [page] = Translator(model, tokenizer, short, glossary=glossary).documents([request])
+    assert page.unmet == ("one",)
 
 
 def test_sampling_does_not_support_terms(model, tokenizer):
@@ -151,8 +154,11 @@ def test_a_thousand_terms(model, tokenizer):
 
 
 def test_terms_in_a_text(tokenizer):
-    """The longest match wins, from left to right, and only whole words match."""
+    """The longest match wins, from left to right, and only whole words match. White space does not
+    matter.
+    """
     terms = {"one": "ONE", "one two": "TWO", "two three": "THREE", "don't": "FOUR", "東京": "FIVE"}
+    terms[" six \t seven "] = "SIX"
     glossary = Glossary(terms, tokenizer.target, "", [UNK_ID])
     for text, found in (
         ("one two three", ["one two"]),
@@ -160,6 +166,7 @@ def test_terms_in_a_text(tokenizer):
         ("onetwo tone One one_two", []),
         ("I don't, one.", ["don't", "one"]),
         ("私は東京にいます", ["東京"]),
+        ("one  two, six\u00a0seven", ["one two", "six seven"]),
         ("", []),
     ):
         assert sorted(glossary.found_in(text)) == sorted(found)

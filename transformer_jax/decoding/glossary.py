@@ -68,13 +68,14 @@ class Glossary(Found):
                         f"generated ({' '.join(target.tokens(wrong))}); change it."
                     )
             term_table([[ids for _, ids in found]], where)
-            self[source] = found
+            self[" ".join(source.split())] = found
         self._longest = max(map(len, map(_WORD.findall, terms)), default=0)
 
     def found_in(self, text: str) -> Found:
-        """Find the source terms that occur in a text as whole words. If terms overlap, the first
-        counts, and of those that begin together the longest.
+        """Find the source terms that occur in a text as whole words, with any white space between
+        them. If terms overlap, the first counts, and of those that begin together the longest.
         """
+        text = " ".join(text.split())
         spans = [word.span() for word in _WORD.finditer(text)] if self else []
         found, first = Found(), 0
         while first < len(spans):

@@ -138,6 +138,18 @@ def check_text(text: object, name: str) -> None:
         raise UserError(f"{name} is not valid Unicode; expected no lone surrogates.") from None
 
 
+def check_patterns(patterns: Sequence[str], name: str) -> None:
+    """Raise ``UserError`` unless ``patterns`` are regular expressions that can be joined."""
+    for pattern in patterns:
+        try:
+            re.compile(f"(?:{pattern})")
+        except re.error as error:
+            raise UserError(
+                f"{name} is {short_repr(patterns)}; expected regular expressions; {pattern!r} is "
+                f"not one ({error.msg}). Flags need a group, such as (?i:...)."
+            ) from None
+
+
 def read_records(
     source: str | Path | BinaryIO,
     format: Format = "text",

@@ -23,6 +23,7 @@ from transformer_jax.decoding.records import (
     Request,
     Translation,
     blocks,
+    check_patterns,
     check_text,
 )
 from transformer_jax.decoding.scoring import Scorer
@@ -179,6 +180,7 @@ class Translator:
 
         Raises the same errors as ``stream``.
         """
+        check_patterns(protect, "protect")
         requests = list(map(Request.of, documents, count(1)))
         read = [
             Document(request.text, request.format, self.tokenizer, protect=protect)
@@ -196,7 +198,8 @@ class Translator:
         for document in read:
             its = list(islice(found, len(document.lines)))
             score, log_prob = sum(line.score for line in its), sum(line.log_prob for line in its)
-            yield Translation(document.joined(its), score, log_prob, 0)
+            missing = tuple(dict.fromkeys(chain.from_iterable(line.unmet for line in its)))
+            yield Translation(document.joined(its), score, log_prob, 0, unmet=missing)
 
     def _translate(
         self, block: list[tuple[Request, list[Sentence]]]
