@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 
 from transformer_jax.decoding.markup import PLACEHOLDERS, Document
+from transformer_jax.decoding.records import check_patterns
 from transformer_jax.decoding.segments import joint
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
 from transformer_jax.devices.machine import num_cores

@@ -136,6 +136,12 @@ def test_placeholders_pass_unchanged(placeholder):
     assert [mark.raw.strip() for mark in found] == ["42"]
 
 
+@pytest.mark.parametrize("protect", [(), ("x*",), (r"\d*",)])
+def test_an_empty_match_is_no_placeholder(protect):
+    [line] = Document("one two 3x.", "html", TOKENIZER, protect=protect).lines
+    assert line.text.startswith("one two") and len(line.marks) == len(protect)
+
+
 WORDS = st.sampled_from(["one", "two ", " three", " ", "\n", "&amp;", "four.", "{x}", "é", ""])
 NAMES = st.sampled_from(["b", "i", "a", "p", "div", "code", "span", "x-y", "pre", "td", "title"])
 ATTRIBUTES = st.sampled_from(["", " a='>\"'", ' B="&lt;"', " c", " class=notranslate", "\nd=1 "])

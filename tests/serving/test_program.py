@@ -105,6 +105,7 @@ def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
         (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pair(s) for 1 work directories"),
         (["--workdir", "W", "--languages", "English-German"], "has 'English-German'; expected"),
         (["--workdir", "W", "--port", "70000"], "--port is 70000; expected 1 to 65535"),
+        (["--workdir", "W", "--protect", "a("], "--protect is ('a(',); expected regular express"),
         (["--workdir", "W", "--max-queue", "0"], "--max-queue is 0; expected more than 0"),
         (["--workdir", "W", "--timeout", "nan"], "--timeout is nan; expected more than 0"),
         (

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -28,6 +27,7 @@ from transformer_jax.decoding.records import (
     Results,
     Translation,
     blocks,
+    check_patterns,
     read_records,
 )
 from transformer_jax.errors import UserError
@@ -100,11 +100,7 @@ class Files(Section, prefix="--"):
             self.text_field not in OUTPUT_FIELDS,
             "another field, because translation overwrites this one",
         )
-        for pattern in self.protect:
-            with suppress(re.error):
-                re.compile(pattern)
-                continue
-            yield "protect", False, f"regular expressions; {pattern!r} is not one"
+        check_patterns(self.protect, "--protect")
 
     @property
     def has_markup(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 import tyro
 
 from transformer_jax import DecodingConfig, UserError, flag_values, load_config_file, parse_flags
-from transformer_jax.support import short_repr
+from transformer_jax.support import check_patterns, short_repr
 
 # In zh-Hans-en, the capital shows that Hans is not a language.
 _LANGUAGE = r"([a-z]{2,8}(?:_[A-Za-z0-9]{2,8}|-[A-Z0-9][A-Za-z0-9]{1,7})*)"
@@ -95,6 +95,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
         value = getattr(arguments, name)
         if not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
+    check_patterns(arguments.protect, "--protect")
     if arguments.engine == "ctranslate2" and arguments.max_terms:
         raise UserError("--max-terms needs --engine jax; CTranslate2 has no search for terms.")
     pairs = _pairs(arguments)
