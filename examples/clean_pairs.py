@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from transformer_jax import read_lines
+from transformer_jax import PairsConfig, read_lines, read_pairs, run_program
 from transformer_jax.decoding.__main__ import main as decode
 
 
@@ -35,7 +35,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     if not rules[1].exists():
         seen, counts, kept = set[bytes](), Counter[str](), list[tuple[str, str]]()
-        for pair in zip(read_lines(source), read_lines(target), strict=True):
+        for pair in read_pairs(PairsConfig(source=(source,), target=(target,))):
             digest = blake2b("\n".join(pair).encode(), digest_size=16).digest()
             short, long = sorted(len(line.strip()) for line in pair)
             reasons = {
@@ -77,4 +77,4 @@ def write(pairs: list[tuple[str, str]], files: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(run_program(lambda: tyro.cli(main)))

@@ -16,7 +16,7 @@ from typing import Literal
 
 import tyro
 
-from transformer_jax import read_lines
+from transformer_jax import read_lines, run_program
 from transformer_jax.decoding.__main__ import main as decode
 
 
@@ -32,20 +32,21 @@ def main(
     max_ratio: float = 3.0,
 ) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    index, count = map(int, shard.split("/"))
-    files = [output / f"{i}-of-{count}" for i in range(count)]
-    given = ["--workdir", *workdir, "--input", input, "--output", str(files[index]), "--resume"]
+    file = output / shard.replace("/", "-of-")
+    given = ["--workdir", *workdir, "--input", input, "--output", str(file), "--resume"]
     search = ["--method", method]
     search += ["--beam-size", str(beam_size)] if method == "beam" else []
     search += ["--temperature", str(temperature)] if method == "sample" else []
     if status := decode([*given, *search, "--shard", shard]):
         raise SystemExit(status)
-    lines = list(read_lines(input))
-    # A shard that is still being written can end in part of a line.
-    shards = [file.read_text().split("\n")[:-1] if file.exists() else [] for file in files]
+    lines, count = list(read_lines(input)), int(shard.split("/")[1])
+    # A shard that is still being written can end in part of a line, even of a character.
+    files = [output / f"{i}-of-{count}" for i in range(count)]
+    written = [file.read_bytes().split(b"\n")[:-1] if file.exists() else [] for file in files]
+    shards = [[line.decode() for line in shard] for shard in written]
     missing = [i for i in range(count) if len(shards[i]) < len(lines[i::count])]
     if missing:
-        print(f"{files[index]} is complete; shards {missing} of {count} are not")
+        print(f"{file} is complete; shards {missing} of {count} are not")
         return
     translations = (
         line for row in zip_longest(*shards, fillvalue="") for line in row
@@ -64,4 +65,4 @@ def fits(line: str, translation: str, max_ratio: float) -> bool:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(run_program(lambda: tyro.cli(main)))

@@ -150,6 +150,9 @@ def test_pairs_are_cleaned(run: Callable[..., str], tmp_path: Path) -> None:
     assert ast.literal_eval(printed.strip()) == expected
     sides = [(tmp_path / "clean" / f"rules.{side}").read_text() for side in ("source", "target")]
     assert list(zip(*map(str.splitlines, sides), strict=True)) == [good[0], good[2], good[1]]
+    (tmp_path / "one").write_text("one\n")
+    with pytest.raises(transformer_jax.UserError, match="different numbers of lines"):
+        run("clean_pairs", **given | {"target": str(tmp_path / "one")}, output=tmp_path / "new")
     folder, model = tmp_path / "model", make_model(tokenizer := train_tokenizer(lines_of_words(60)))
     folder.mkdir()
     transformer_jax.save_model(folder, transformer_jax.Config(model=model.config), model, tokenizer)
@@ -176,7 +179,7 @@ def test_shards_of_a_translated_corpus_are_joined(run: Callable[..., str], tmp_p
     translations = (whole / "0-of-1").read_text().splitlines()
     assert (whole / "target").read_text().splitlines() == translations[:-1] and translations[0]
     (shards := tmp_path / "shards").mkdir()
-    (shards / "1-of-3").write_text(f"{translations[1]}\nunfin")
+    (shards / "1-of-3").write_bytes(f"{translations[1]}\nunfiné".encode()[:-1])
     assert "shards [1, 2] of 3 are not" in run(
         "translate_corpus", **given, output=shards, shard="0/3", swap=True
     )
@@ -189,6 +192,12 @@ def test_shards_of_a_translated_corpus_are_joined(run: Callable[..., str], tmp_p
     wrong = [pair for pair in zip(lines, translations) if max(map(len, pair)) > 10]
     kept = run("translate_corpus", **given | {"max_ratio": 0.0}, output=whole)
     assert f"{7 - len(wrong)} of 8 pairs kept" in kept and wrong
+    for i, text in enumerate(["A\rB\n" * 4, "C\n" * 4]):  # only \n ends a line
+        (shards / f"{i}-of-2").write_bytes(text.encode())
+    assert "7 of 8" in run("translate_corpus", **given, output=shards, shard="0/2")
+    assert (shards / "target").read_bytes() == b"A\rB\nC\n" * 3 + b"A\rB\n"
+    with pytest.raises(SystemExit, match="2"):
+        run("translate_corpus", **given, output=shards, shard="2/2")
 
 
 def test_aligned_number_names(run: Callable[..., str], tmp_path: Path) -> None:
