@@ -742,3 +742,9 @@ def test_a_pair_of_languages_is_chosen_at_the_import(tmp_path: Path) -> None:
     assert (settings["src_lang"], settings["tgt_lang"]) == codes
     assert loaded(case, output).generation_config.decoder_start_token_id == 28
     assert import_huggingface(output)[2].fingerprint == tokenizer.fingerprint
+    with pytest.raises(UserError, match="no language codes or was imported for one pair"):
+        tokenizer.with_languages(*codes)
+    (tmp_path / "theirs" / "tokenizer_config.json").unlink()
+    tokenizer = Pretrained(tmp_path / "theirs", languages=codes).tokenizer()
+    export_huggingface(config, model, tokenizer, (output := tmp_path / "another"))
+    assert import_huggingface(output)[2].source.first == codes[0]

@@ -293,7 +293,7 @@ class Pretrained:
             raise UserError(
                 f"--source-language and --target-language are {self._given}; expected two of: "
                 f"{codes}. The model in {str(self.folder)!r} is from mBART's first version, which "
-                "is imported for one language pair."
+                "is imported for one language pair, by python -m transformer_jax.interop import."
             )
         first = {"decoder_start_token_id": self.vocabulary[pair[1]]}
         self._languages, self.theirs = Languages({}, pair[0]), self.theirs | first
@@ -334,11 +334,16 @@ class Pretrained:
         """Return a zip archive of all files but the weights, for exports."""
         target = io.BytesIO()
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in sorted({f for pattern in KEPT for f in self.folder.glob(pattern)}):
+            files = {file for pattern in KEPT for file in self.folder.glob(pattern)}
+            if self._changed:  # records the languages, even if the original has no such file
+                files.add(self.folder / "tokenizer_config.json")
+            for file in sorted(files):
                 if file.name != "tokenizer.json" and "index.json" not in file.name:
-                    content = file.read_bytes()
                     if changed := self._changed.get(file.name):
-                        content = json.dumps(read_json(file) | changed, indent=2).encode()
+                        fields = read_json(file, missing_ok=True) | changed
+                        content = json.dumps(fields, indent=2).encode()
+                    else:
+                        content = file.read_bytes()
                     archive.writestr(zipfile.ZipInfo(file.name), content)
         return target.getvalue()
 

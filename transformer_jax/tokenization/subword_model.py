@@ -85,7 +85,8 @@ class SubwordModel:
         """
         missing = self.languages and not (language or self.first or self.tagged)
         if missing or (language and language not in self.languages):
-            known = ", ".join(self.languages) or "none, because the model has no language codes"
+            none = "none, because the model has no language codes or was imported for one pair"
+            known = ", ".join(self.languages) or none
             raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
         return self.languages[language] if language else self.first
 
