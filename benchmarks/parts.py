@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,13 +60,19 @@ def part(source: str, parts: dict[str, str], rest: str) -> str:
     return next((part for name, part in parts.items() if name in names), rest)
 
 
-def operation_times(folder: Path) -> tuple[Counter[str], Counter[str]]:
-    """Return the milliseconds of each operation in a trace, and how often it ran."""
+def operation_times(run: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
+    """Trace a call. Returns the milliseconds of each operation, and how often it ran."""
     import jax
 
-    [file] = folder.rglob("*.xplane.pb")
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
     times, counts = Counter[str](), Counter[str]()
-    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+    with TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        [file] = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    for plane in planes:
         for line in plane.lines:
             for event in line.events:
                 name = dict(event.stats).get("hlo_op", "")
@@ -106,21 +113,21 @@ def start_training(job: Answer) -> Engine:
     batches = [jax.device_put(pair, batch_sharding(mesh)) for pair in pairs]
     state = functions.init()
     train_step = functions.train_step.lower(state, batches[0]).compile()
-    program, options = train_step.as_text(), jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
+    program, seconds = train_step.as_text(), 0.0
+
+    def steps() -> None:
+        nonlocal state, seconds
+        begin = time.perf_counter()
+        for number, batch in enumerate(islice(cycle(batches), job["steps"])):
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                state, _ = train_step(state, batch)
+        jax.block_until_ready(state)
+        seconds = time.perf_counter() - begin
 
     def run() -> Answer:
         nonlocal state
         state, _ = jax.block_until_ready(train_step(state, batches[0]))
-        with TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options):
-                begin = time.perf_counter()
-                for number, batch in enumerate(islice(cycle(batches), job["steps"])):
-                    with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                        state, _ = train_step(state, batch)
-                jax.block_until_ready(state)
-                seconds = time.perf_counter() - begin
-            parts = by_part(program, operation_times(Path(folder))[0])
+        parts = by_part(program, operation_times(steps)[0])
         return {"parts": parts, "milliseconds": 1e3 * seconds, "steps": job["steps"]}
 
     return run
@@ -128,7 +135,6 @@ def start_training(job: Answer) -> Engine:
 
 def start_search(job: Answer) -> Engine:
     """Measure the search: each turn translates the file."""
-    import jax
     import numpy as np
 
     from transformer_jax import Sentence, Translator
@@ -142,15 +148,10 @@ def start_search(job: Answer) -> Engine:
     arguments = engine._weights, engine.new_rows(bucket), engine.encode(bucket, {})
     limits = np.int32(0), np.int32(0)
     program = engine._compiled.admit_and_decode.lower(*arguments, *limits).compile().as_text()
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
 
     def run() -> Answer:
         engine.search(sentences)
-        with TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options):
-                engine.search(sentences)
-            times, counts = operation_times(Path(folder))
+        times, counts = operation_times(lambda: engine.search(sentences))
         parts = by_part(program, times, _SEARCH, "beams, constraints, results")
         whole = sum(row.total() for row in parts.values())
         [steps] = {counts[k.name] for k in kernels(program) if "/logits/" in k.source and k.flops}

@@ -75,8 +75,8 @@ class Glossary(Found):
         """Find the source terms that occur in a text as whole words, with any white space between
         them. If terms overlap, the first counts, and of those that begin together the longest.
         """
-        text = " ".join(text.split())
-        spans = [word.span() for word in _WORD.finditer(text)] if self else []
+        text = " ".join(text.split()) if self else ""
+        spans = [word.span() for word in _WORD.finditer(text)]
         found, first = Found(), 0
         while first < len(spans):
             end = min(len(spans), first + self._longest)

@@ -184,10 +184,8 @@ def _divided(text: str, protect: str, split: Callable[[str], Iterable[str]]) -> 
     for number, chunk in enumerate(chunks):
         if number:
             yield _Item("block")
-        places = [
-            0,
-            *(x for found in re.finditer(protect, chunk) if found[0] for x in found.span()),
-        ]
+        found = filter(lambda match: match[0], re.finditer(protect, chunk))
+        places = [0, *(x for match in found for x in match.span())]
         for odd, place in enumerate(pairwise([*places, len(chunk)])):
             yield _Item(("text", "atom")[odd % 2], chunk[slice(*place)], shown=odd % 2 > 0)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import methodcaller
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformer_jax import Bucket, Hypothesis, Sentence, UserError
 
@@ -41,8 +41,9 @@ class Rows(Protocol):
 
     largest: Bucket
     bucket: Bucket
-    running: Any  # sized
 
+    @property
+    def running(self) -> Sized: ...
     @property
     def num_idle(self) -> int: ...
     @property

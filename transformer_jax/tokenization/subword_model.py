@@ -22,6 +22,7 @@ from transformer_jax.tokenization.subword_sampling import (
 
 # In multilingual models, a line can begin with a tag for the target language.
 _TAG = re.compile("(?:>>.*?<<)?")
+_IS_TAG = re.compile(">>.*<<")
 
 
 class SubwordModel:
@@ -66,9 +67,8 @@ class SubwordModel:
         self.first_tokens = {first, *languages.values()} - {""}
         self._hidden = {PAD_ID, BOS_ID, EOS_ID, *self.ids(self.first_tokens)}
         self._sampler: SubwordSampler | None = None
-        self._has_text_tags = self._foreign and any(
-            token.startswith(">>") and token.endswith("<<") for token in self._tokens
-        )
+        can_have_tags = self._foreign and not (first or languages or self.is_json)
+        self._has_text_tags = can_have_tags and any(map(_IS_TAG.fullmatch, self._tokens))
         tag = _TAG.pattern if self._has_text_tags else ""
         self._leading = re.compile(rf"{tag}(?:\s*(?:{any_of(symbols)}))*")
 
