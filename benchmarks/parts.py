@@ -31,7 +31,7 @@ from benchmarks.hlo import kernels
 from benchmarks.in_turn import Answer, Engine, Table, absolute, finish, measure, parser, workers
 from benchmarks.train import make_batches, read_config
 
-# An operation belongs to the first of these names that is in its path.
+# An operation belongs to the first of these names that is in its path; "" is in every path.
 _PARTS = {
     "add_any": "sums of gradients",
     "loss": "loss",
@@ -44,6 +44,7 @@ _PARTS = {
     "residual": "residual connections",
     "jvp": "masks and other operations of the model",
     "convert_element_type": "casts",
+    "": "optimizer",
 }
 _SEARCH = {
     "logits": "logits",
@@ -51,13 +52,14 @@ _SEARCH = {
     "top_k": "best tokens of each beam",
     "cache": "writing the KV cache",
 } | {name: part for name, part in _PARTS.items() if name not in ("loss", "add_any", "jvp")}
+_SEARCH[""] = "beams, constraints, results"
 _COLUMNS = "matmuls", "other", "backward matmuls", "backward other"
 
 
-def part(source: str, parts: dict[str, str], rest: str) -> str:
+def part(source: str, parts: dict[str, str] = _PARTS) -> str:
     """Return the part of a step to which an operation with this path belongs."""
-    names = set(re.findall(r"\w+", source))
-    return next((part for name, part in parts.items() if name in names), rest)
+    names = {"", *re.findall(r"\w+", source)}
+    return next(part for name, part in parts.items() if name in names)
 
 
 def operation_times(run: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
@@ -82,7 +84,7 @@ def operation_times(run: Callable[[], object]) -> tuple[Counter[str], Counter[st
 
 
 def by_part(
-    program: str, times: Counter[str], parts: dict[str, str] = _PARTS, rest: str = "optimizer"
+    program: str, times: Counter[str], parts: dict[str, str] = _PARTS
 ) -> dict[str, Counter[str]]:
     """Add up the times of a compiled program's operations by part and column."""
     table: dict[str, Counter[str]] = {}
@@ -90,7 +92,7 @@ def by_part(
         column = "matmuls" if kernel.flops else "other"
         if "transpose(" in kernel.source:
             column = f"backward {column}"
-        name = part(kernel.source, parts, rest)
+        name = part(kernel.source, parts)
         table.setdefault(name, Counter())[column] += times.pop(kernel.name, 0)
     return table
 
@@ -152,7 +154,7 @@ def start_search(job: Answer) -> Engine:
     def run() -> Answer:
         engine.search(sentences)
         times, counts = operation_times(lambda: engine.search(sentences))
-        parts = by_part(program, times, _SEARCH, "beams, constraints, results")
+        parts = by_part(program, times, _SEARCH)
         whole = sum(row.total() for row in parts.values())
         [steps] = {counts[k.name] for k in kernels(program) if "/logits/" in k.source and k.flops}
         return {"parts": parts, "milliseconds": whole, "steps": steps}

@@ -246,6 +246,9 @@ def test_serving_and_decoding_of_a_trained_model(
         assert float(figures["ours / this"].split()[0]) > 0
     batch = ["--batch-sizes", "4", "--engines", "ours", "--patience", "1"]
     assert here("decode", *given, *batch)["batch 4, ours"]["same"] == "6 of 6"
+    table = here("parts", *given, "--pairs", "4", "--threads", "1")
+    assert table["logits"]["matmuls"] > 0 and table["best tokens of each beam"]["ms"] > 0
+    assert {"writing the KV cache", "beams, constraints, results"} < set(table)
 
 
 def test_corpus_and_plan(tmp_path: Path) -> None:
