@@ -66,6 +66,13 @@ def test_the_glossary_of_a_line_adds_to_the_translators(with_glossary):
     request = Request("one two", glossary={"two": "SEVEN", "one": ["EIGHT", "TEN"]})
     [text] = with_glossary.translate([request])
     assert " SEVEN" in f" {text}" and (" EIGHT" in f" {text}" or " TEN" in f" {text}")
+    # Terms of both that overlap: the leftmost, then the longest, as in one glossary.
+    for line, glossary, terms in (
+        ("six nine", {"six nine": "TEN"}, {"six nine"}),
+        ("three four", {"four": "TEN"}, {"three four"}),
+        ("three four one", {"two three": "TEN"}, {"three four", "one"}),
+    ):
+        assert with_glossary._terms(Request(line, glossary=glossary), line).keys() == terms
 
 
 def test_a_prefix_can_contain_a_term(with_glossary):
@@ -87,6 +94,13 @@ def test_each_segment_of_a_long_line_has_its_terms(with_glossary):
     assert [each.terms is None for each in with_glossary.sentences(Request(line))][-1] is False
     [text] = with_glossary.translate([line])
     assert " TWO" in f" {text}"
+
+
+def test_terms_are_found_in_the_text_of_a_segment(with_glossary):
+    """Not in what the source tokenizer makes of it, which has no token for 8."""
+    line = " ".join(["two six ten"] * 9 + ["8 two"])
+    sentences = with_glossary.sentences(Request(line, glossary={"8": "NINE"}))
+    assert [each.terms is None for each in sentences] == [True] * (len(sentences) - 1) + [False]
 
 
 def test_a_term_that_does_not_fit_is_reported(model, tokenizer, caplog):
@@ -168,6 +182,7 @@ def test_terms_in_a_text(tokenizer):
         ("私は東京にいます", ["東京"]),
         ("one  two, six\u00a0seven", ["one two", "six seven"]),
         ("", []),
+        ("one\u0301 two\u093f", []),  # an accent, a vowel sign of Hindi
     ):
         assert sorted(glossary.found_in(text)) == sorted(found)
 

@@ -217,7 +217,7 @@ def test_tags_are_repeated_if_they_leave_half_of_each_segment(count, is_repeated
     line = " ".join([*tags[:count], *WORDS * 3])
     [tag, *_] = [tokenizer.source.split_tag(line)[0]]
     limit = 2 * len(tokenizer.source.split_tag(" ".join([*tags[:5], "one"]))[0])
-    segments = split(line, limit, tokenizer)
+    segments = [ids for _, ids in split(line, limit, tokenizer)]
     assert all(len(segment) <= limit for segment in segments)
     assert (segments[1][: len(tag)] == tag) == is_repeated
 

@@ -172,7 +172,7 @@ def test_token_ids_agree(marian, workdir, theirs, lines) -> None:
         p for p in _pieces((marian / "source.spm").read_bytes()) if p not in _vocabulary(marian)
     )
     assert tokenizer.target.ids([lacking]) == [UNK_ID]
-    segments = split(">>deu<<" + " one two three" * 20, 15, tokenizer)
+    segments = [ids for _, ids in split(">>deu<<" + " one two three" * 20, 15, tokenizer)]
     assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
     assert all(tokenizer.source.tokens(segment[:1]) == [">>deu<<"] for segment in segments)
     ids = tokenizer.target.encode([_target(line) for line in lines[:8]])

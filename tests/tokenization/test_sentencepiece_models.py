@@ -98,7 +98,7 @@ def test_decoding_inverts_encoding(name, words, seed):
 def test_segments_of_a_long_line_are_encoded_like_lines(name, words, limit):
     ours = Tokenizer(model(name).model)
     tag = "<2de> " if "symbols" in name and words else ""
-    segments = split(tag + " ".join(words), limit, ours)
+    segments = [ids for _, ids in split(tag + " ".join(words), limit, ours)]
     texts = [ours.source.decode(segment).removeprefix(tag) for segment in segments]
     assert " ".join(texts).split() == words
     assert segments == ours.source.encode([tag + text for text in texts])

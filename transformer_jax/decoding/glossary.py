@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -16,7 +18,9 @@ Found = dict[str, list[tuple[str, list[int]]]]
 """Source terms, each with its target terms as text and as token ids."""
 
 _UNSPACED = r"\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-\U0003ffff"  # Chinese, Japanese
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]")
+# Accents, points and vowel signs, which are part of their word (Latin to Sinhala).
+_MARKS = "".join(x for x in map(chr, range(0x300, 0xE00)) if unicodedata.category(x)[0] == "M")
+_WORD = re.compile(rf"[{_UNSPACED}]|(?:[^\W{_UNSPACED}]|[{_MARKS}])+|[^\w\s]")
 
 
 def read_glossary(path: str | Path) -> dict[str, list[str]]:
@@ -71,19 +75,22 @@ class Glossary(Found):
             self[" ".join(source.split())] = found
         self._longest = max(map(len, map(_WORD.findall, terms)), default=0)
 
-    def found_in(self, text: str) -> Found:
+    def found_in(self, text: str, *others: Glossary) -> Found:
         """Find the source terms that occur in a text as whole words, with any white space between
         them. If terms overlap, the first counts, and of those that begin together the longest.
+        ``others`` add terms, and replace the target terms of the same source term.
         """
-        text = " ".join(text.split()) if self else ""
+        terms = ChainMap(*others, self)
+        longest = max(its._longest for its in (self, *others))
+        text = " ".join(text.split()) if longest else ""
         spans = [word.span() for word in _WORD.finditer(text)]
         found, first = Found(), 0
         while first < len(spans):
-            end = min(len(spans), first + self._longest)
+            end = min(len(spans), first + longest)
             for last in range(end - 1, first - 1, -1):
                 source = text[spans[first][0] : spans[last][1]]
-                if source in self:
-                    found[source] = self[source]
+                if source in terms:
+                    found[source] = terms[source]
                     first = last
                     break
             first += 1

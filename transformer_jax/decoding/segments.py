@@ -20,9 +20,9 @@ _UNSPACED_END = re.compile(r"[\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-
 
 def split(
     line: str, limit: int, tokenizer: Tokenizer, first: Sequence[int] | None = None
-) -> list[list[int]]:
+) -> list[tuple[str, list[int]]]:
     """Split a line into segments of at most ``limit`` source tokens. Each segment has as many whole
-    sentences as fit.
+    sentences as fit. Returns the text and the token ids of each.
 
     An overlong sentence is split between words, and an overlong word in the middle. A tag at the
     beginning of the line, such as ``>>deu<<``, is repeated before each segment, as is ``first``
@@ -44,8 +44,8 @@ def split(
     prefix = line.removesuffix(rest.lstrip()) if tag else ""
     whole = tokenizer.source.encode([prefix + text.strip() for text in texts], first=first)
     return [
-        segment if len(segment) <= len(tag) + limit else tag + units
-        for segment, units in zip(whole, tokens)
+        (text, segment if len(segment) <= len(tag) + limit else tag + units)
+        for text, segment, units in zip(texts, whole, tokens)
     ]
 
 

@@ -219,22 +219,23 @@ class Translator:
             return []
         limit = self.engines[0].longest_source - 1  # EOS takes one position
         first, _ = request.first_ids(self.tokenizer)
-        [tokens] = segments = self.tokenizer.source.encode([request.text], first=first)
+        [tokens] = self.tokenizer.source.encode([request.text], first=first)
+        segments = [(request.text, tokens)]
         if len(tokens) > limit:
             segments = split(request.text, limit, self.tokenizer, first)
             said = "Line %d has %d tokens; the maximum is %d, so it is translated in %d segments."
             logger.warning(said, request.number, len(tokens), limit, len(segments))
-        whole = request.text if len(segments) == 1 else None
+        segments = [(text, tokens) for text, tokens in segments if tokens]
         return [
             Sentence(
-                segment,
+                tokens,
                 # Only the language begins every segment.
                 prefix[: self.engines[0].method.free_prefix] if i else prefix,
                 seed=(request.number + 1_000_003 * i) % 2**32,
                 wanted=max(1, num_hypotheses),
-                terms=self._table(request, whole or self.tokenizer.source.decode(segment)),
+                terms=self._table(request, text),
             )
-            for i, segment in enumerate(filter(None, segments))
+            for i, (text, tokens) in enumerate(segments)
         ]
 
     def translations(
@@ -268,7 +269,7 @@ class Translator:
 
     def _terms(self, request: Request, text: str) -> Found:
         """Find the terms of both glossaries in (a segment of) a request's text."""
-        return self._glossary.found_in(text) | self._own_glossary(request).found_in(text)
+        return self._glossary.found_in(text, self._own_glossary(request))
 
     def _own_glossary(self, request: Request) -> Glossary:
         return self.tokenized(request.glossary, f"{request.name}: glossary")
