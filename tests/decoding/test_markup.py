@@ -136,6 +136,29 @@ def test_placeholders_pass_unchanged(placeholder):
     assert [mark.raw.strip() for mark in found] == ["42"]
 
 
+def test_a_placeholder_that_the_model_drops_replaces_no_words():
+    [line] = Document("one two three", "html", TOKENIZER, protect=["two"]).lines
+    found = aligned(line.text, "ONE FIVE SIX THREE", {0: 0, 1: 1, 2: 1, 3: 2})
+    assert line.joined(found, TOKENIZER) == "ONE two FIVE SIX THREE"
+    written = line.joined(Translation("FIVE SIX", 0, 0, 3), TOKENIZER)  # not aligned
+    assert sorted(written.split()) == ["FIVE", "SIX", "two"]
+
+
+@pytest.mark.parametrize(
+    ("protect", "expected"),
+    [
+        ([r"(x)\1", r"(y)\1"], ["xx", "yy"]),
+        (["(?P<a>x+)", "(?P<a>y+)"], ["xx", "yy"]),
+        (["(?i)X+|ONE", "y+"], ["one", "xx", "yy"]),
+        (["yy xx", "one yy", "y xx|xx"], ["one yy", "xx"]),
+        (["x*", r"x+|\w+e"], ["one", "xx"]),
+    ],
+)
+def test_patterns_are_independent(protect, expected):
+    [line] = Document("one yy xx two", "html", TOKENIZER, protect=protect).lines
+    assert sorted(mark.raw.strip() for mark in line.marks) == expected
+
+
 @pytest.mark.parametrize("protect", [(), ("x*",), (r"\d*",)])
 def test_an_empty_match_is_no_placeholder(protect):
     [line] = Document("one two 3x.", "html", TOKENIZER, protect=protect).lines

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from itertools import groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ class _Reader(HTMLParser):
 
 
 def _read(
-    text: str, is_html: bool, protect: str, split: Callable[[str], Iterable[str]]
+    text: str, is_html: bool, protect: Sequence[str], split: Callable[[str], Iterable[str]]
 ) -> Iterator[_Item]:
     """Read a document. Inline tags match; all others are blocks. In XML, an element is inline if
     its parent has text of its own.
@@ -179,15 +180,31 @@ def _read(
             yield item
 
 
-def _divided(text: str, protect: str, split: Callable[[str], Iterable[str]]) -> Iterator[_Item]:
+def _divided(
+    text: str, protect: Sequence[str], split: Callable[[str], Iterable[str]]
+) -> Iterator[_Item]:
     chunks = (chunk for part in split(text) for chunk in _CHUNK.findall(part))
     for number, chunk in enumerate(chunks):
         if number:
             yield _Item("block")
-        found = filter(lambda match: match[0], re.finditer(protect, chunk))
-        places = [0, *(x for match in found for x in match.span())]
-        for odd, place in enumerate(pairwise([*places, len(chunk)])):
+        places = [0, *chain.from_iterable(_placeholders(chunk, protect)), len(chunk)]
+        for odd, place in enumerate(pairwise(places)):
             yield _Item(("text", "atom")[odd % 2], chunk[slice(*place)], shown=odd % 2 > 0)
+
+
+def _placeholders(text: str, protect: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the places that match a pattern, from left to right. The first pattern has priority.
+    Patterns are not joined, because each has groups of its own.
+    """
+    end = 0
+
+    def first(pattern: str) -> Iterator[tuple[int, int]]:
+        matches = re.compile(pattern).finditer(text, end)
+        return islice((match.span() for match in matches if match[0]), 1)
+
+    while found := list(chain.from_iterable(map(first, protect))):
+        yield (place := min(found, key=itemgetter(0)))
+        end = place[1]
 
 
 def _bounded(items: Iterable[_Item]) -> list[_Item]:
@@ -294,7 +311,7 @@ class Line:
             if mark.place:
                 taken = _within(targets_T2, *mark.place)
                 mark.place = mark.place if free_T[taken].all() else None
-            elif words_S.any() and free_T.any():
+            elif mark.kind == "open" and words_S.any() and free_T.any():
                 inside_T = weights_TS[:, words_S].max(1)
                 scores_T = inside_T - weights_TS[:, ~words_S].max(1, initial=0)
                 sums_T = np.cumsum(np.where(free_T, scores_T, -_NEVER))
@@ -372,8 +389,8 @@ class Document:
             return UNK_ID not in tokenizer.source.encode([shown], first=())[0]
 
         is_html = format == "html"
-        pattern = "|".join(f"(?:{each})" for each in (*protect, *[_OWN_ENTITY][is_html:]))
-        items = _bounded(_read(text, is_html, pattern, split))
+        protect = *protect, *[_OWN_ENTITY][is_html:]
+        items = _bounded(_read(text, is_html, protect, split))
         for is_block, group in groupby(items, lambda item: item.kind == "block"):
             its = list(group)
             raw = "".join(item.raw for item in its)

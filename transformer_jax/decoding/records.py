@@ -139,14 +139,14 @@ def check_text(text: object, name: str) -> None:
 
 
 def check_patterns(patterns: Sequence[str], name: str) -> None:
-    """Raise ``UserError`` unless ``patterns`` are regular expressions that can be joined."""
+    """Raise ``UserError`` unless ``patterns`` are regular expressions."""
     for pattern in patterns:
         try:
-            re.compile(f"(?:{pattern})")
+            re.compile(pattern)
         except re.error as error:
             raise UserError(
                 f"{name} is {short_repr(patterns)}; expected regular expressions; {pattern!r} is "
-                f"not one ({error.msg}). Flags need a group, such as (?i:...)."
+                f"not one ({error.msg})."
             ) from None
 
 
