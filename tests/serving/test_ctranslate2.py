@@ -97,5 +97,20 @@ def test_an_export_is_needed(workdir, tmp_path, translator) -> None:
     write_served_run(tmp_path, translator)
     with pytest.raises(UserError, match="interop export .* --format ctranslate2"):
         _load(*checked_flags(["--workdir", str(tmp_path), *FLAGS]))
+    flags = ["--workdir", str(workdir), *FLAGS]
     with pytest.raises(UserError, match="'sample', which --engine ctranslate2 does not support"):
-        _load(*checked_flags(["--workdir", str(workdir), *FLAGS, "--method", "sample"]))
+        _load(*checked_flags([*flags, "--method", "sample"]))
+    with pytest.raises(UserError, match=r"can have \(50, 60\) source and target.* most \(24, 34\)"):
+        _load(*checked_flags([*flags, "--max-source-length", "50"]))
+
+
+def test_search_flags_apply(workdir) -> None:
+    before = json.loads((workdir / "ctranslate2" / "generation_config.json").read_text())
+    flags = ["--beam-size", "2", "--patience", "1", "--max-length", "5", "--suppress", "O"]
+    service = _load(*checked_flags(["--workdir", str(workdir), *FLAGS, *flags]))
+    [model] = service.models.values()
+    [[search], *_] = model.workers._searches
+    assert search._settings == before | {
+        **{"beam_size": 2, "patience": 1.0, "max_decoding_length": 5},
+        "suppress_sequences": [["<pad>"], ["O"]],
+    }

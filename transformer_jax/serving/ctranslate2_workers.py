@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax import Bucket, DecodingConfig, Hypothesis, Sentence, Translator, UserError
+from transformer_jax import PAD_ID, Bucket, Hypothesis, Sentence, Translator, UserError
 from transformer_jax.serving.workers import Entry, Workers
 from transformer_jax.support import needs_extra, num_cores
 
@@ -54,7 +54,7 @@ class CTranslate2Rows:
         self.bucket, self.largest, self.running = bucket, bucket, list[Entry]()
         self.most = self.num_idle = bucket.rows
         self._config, self._tokenizer = translator.config, translator.tokenizer
-        self._settings = json.loads(file.read_text()) | _settings(self._config)
+        self._settings = _settings(translator, json.loads(file.read_text()), folder)
         self._model = ctranslate2.Translator(
             str(folder),
             compute_type="int8" if self._config.weights == "int8" else "float32",
@@ -102,16 +102,33 @@ class CTranslate2Rows:
         return Hypothesis(ids, log_prob / float(self._divisors[length]), log_prob, [])
 
 
-def _settings(config: DecodingConfig) -> dict[str, Any]:
-    """Return the keyword arguments of ``translate_batch`` that flags may have changed."""
+def _settings(translator: Translator, exported: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the keyword arguments of ``translate_batch``. Flags may have changed those of the
+    export.
+    """
+    config = translator.config
     if config.method != "beam":
         raise UserError(
             f"decoding.method is {config.method!r}, which --engine ctranslate2 does not support; "
             "expected 'beam'."
         )
-    return {
+    source = translator.engines[0].longest_source
+    limits = source, config.longest_target(source, translator.model.config.position_limit)
+    most = exported["max_input_length"], exported["max_decoding_length"]
+    if limits[0] > most[0] or limits[1] > most[1]:  # CTranslate2 would cut or fail
+        raise UserError(
+            f"A sentence can have {limits} source and target tokens (decoding.max_source_length, "
+            f"max_extra_length, max_length); expected at most {most}, the limits of the export in "
+            f"{str(folder)!r}. Lower these settings, or change them in config.json and export "
+            "again."
+        )
+    suppressed = *translator.tokenizer.target.tokens([PAD_ID]), *config.suppress
+    changed = {
         "beam_size": config.beam_size,
         "length_penalty": config.length_penalty,
         "min_decoding_length": config.min_length,
         "no_repeat_ngram_size": config.no_repeat_ngram,
+        "max_decoding_length": limits[1],
+        "suppress_sequences": [[token] for token in suppressed],
     } | ({"patience": config.patience} if config.patience else {})
+    return exported | changed
