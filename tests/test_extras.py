@@ -52,7 +52,8 @@ def test_a_missing_package_is_an_error_that_names_its_extra() -> None:
     for extra, line in zip(USES, result.stderr.splitlines(), strict=True):
         package = line.removeprefix("error: ").partition(" ")[0]
         assert package in names(extra)
-        install = f"Install it with: pip install 'transformer-jax[{extra}]'."
+        install = f"Install it with: pip install '.[{extra}]' (in a clone; for a wheel: "
+        install += f"'transformer-jax[{extra}]')."
         assert line == f"error: {package} is not installed. {install}"
 
 

@@ -469,7 +469,7 @@ def test_program_errors_write_nothing(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ctranslate2.specs", None)
     status, said = run("ctranslate2")
     assert status == 2 and "ctranslate2 is not installed" in said
-    assert "pip install 'transformer-jax[interop]'" in said
+    assert "pip install '.[interop]'" in said
     assert not list(tmp_path.iterdir())
 
 
