@@ -65,6 +65,6 @@ def needs_extra(extra: str) -> Iterator[None]:
         if package in ("", "transformer_jax"):
             raise
         raise UserError(
-            f"{package} is not installed. Install it with: pip install '.[{extra}]' (in a clone; for a "
-            f"wheel: 'transformer-jax[{extra}]')."
+            f"{package} is not installed. Install it with: pip install '.[{extra}]' (in a clone; "
+            f"for a wheel: 'transformer-jax[{extra}]')."
         ) from None

@@ -20,6 +20,7 @@ from transformer_jax import (
     Translator,
     UserError,
     load_model,
+    save_model,
     train,
 )
 from transformer_jax.data.corpus import open_corpus
@@ -188,6 +189,17 @@ def test_scores_and_attention_are_those_of_the_search(folder, translator) -> Non
 def _load_search(folder: Path) -> tuple[Any, Tokenizer, DecodingConfig]:
     model, tokenizer, config = load_models(folder)
     return model, tokenizer.with_languages("eng_Latn", "deu_Latn"), config
+
+
+def test_models_with_other_default_languages_form_an_ensemble(folder, tmp_path) -> None:
+    config, model, tokenizer = load_model(folder)
+    save_model(tmp_path, config, model, tokenizer.with_languages("eng_Latn", "eng_Latn"))
+    both: Any = [folder, tmp_path]
+    ensemble = Translator.from_workdir(both, **ENGLISH, **GERMAN)
+    alone = Translator.from_workdir(folder, **ENGLISH, **GERMAN)
+    assert ensemble.translate(LINES) == alone.translate(LINES)
+    with pytest.raises(UserError, match="other default languages; expected .* choose source_lang"):
+        load_models(both)
 
 
 def test_fine_tuning_puts_the_languages_first(folder, tmp_path) -> None:

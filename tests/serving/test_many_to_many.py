@@ -79,6 +79,12 @@ def test_pairs_of_the_model_can_be_chosen(folder) -> None:
         checked_flags([*both, "de-en"])
 
 
+def test_unknown_languages_are_refused_at_the_start(folder) -> None:
+    flags = ["--workdir", str(folder), "--languages", "en-fr", *SEARCH]
+    with pytest.raises(UserError, match="--languages: target_language is 'fr'; expected one of: "):
+        _load(*checked_flags(flags))
+
+
 def test_all_needs_a_many_to_many_model(folder, tmp_path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(UserError, match="which is not a many-to-many model; expected a pair"):

@@ -107,19 +107,19 @@ def load_models(
     if not workdirs:
         raise UserError("workdir is empty; expected one or more work directories.")
     configs, models, tokenizers = zip(*map(load_model, workdirs))
+    # A fine-tuned model has the languages of its run by default, its ancestor others.
+    tokenizers = [each.with_languages(source_language, target_language) for each in tokenizers]
     for other, tokenizer in zip(workdirs, tokenizers):
         if tokenizer.fingerprint != tokenizers[0].fingerprint:
             raise UserError(
-                f"{str(other)!r} has a different vocabulary than {str(workdirs[0])!r}; expected "
-                "models that were trained with the same tokenizer (train.py --tokenizer.model, "
-                "--tokenizer.target-model)."
+                f"{str(other)!r} has a different vocabulary than {str(workdirs[0])!r}, or other "
+                "default languages; expected models that were trained with the same tokenizer "
+                "(train.py --tokenizer.model, --tokenizer.target-model). For many-to-many models, "
+                "choose source_language and target_language."
             )
     decoding = replace(configs[0].decoding, **settings)
     model = models[0] if len(models) == 1 else Ensemble(models)
-    tokenizer = tokenizers[0]
-    if source_language or target_language:
-        tokenizer = tokenizer.with_languages(source_language, target_language)
-    return model, tokenizer, decoding
+    return model, tokenizers[0], decoding
 
 
 def check_vocabulary(model: Transformer | Ensemble, tokenizer: Tokenizer) -> None:
