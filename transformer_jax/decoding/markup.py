@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from itertools import chain, groupby, islice, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -196,14 +196,17 @@ def _placeholders(text: str, protect: Sequence[str]) -> Iterator[tuple[int, int]
     """Yield the places that match a pattern, from left to right. The first pattern has priority.
     Patterns are not joined, because each has groups of its own.
     """
-    end = 0
-
-    def first(pattern: str) -> Iterator[tuple[int, int]]:
-        matches = re.compile(pattern).finditer(text, end)
-        return islice((match.span() for match in matches if match[0]), 1)
-
-    while found := list(chain.from_iterable(map(first, protect))):
-        yield (place := min(found, key=itemgetter(0)))
+    none = len(text), 0
+    end, places = 0, dict.fromkeys(protect, (-1, 0))
+    while True:
+        for pattern, (start, _) in places.items():
+            if start < end:
+                matches = re.compile(pattern).finditer(text, end)
+                places[pattern] = next((match.span() for match in matches if match[0]), none)
+        place = min(places.values(), key=itemgetter(0), default=none)
+        if place == none:
+            return
+        yield place
         end = place[1]
 
 
