@@ -106,9 +106,9 @@ def load_models(
     workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
     if not workdirs:
         raise UserError("workdir is empty; expected one or more work directories.")
-    configs, models, tokenizers = zip(*map(load_model, workdirs))
+    configs, models, loaded = zip(*map(load_model, workdirs))
     # A fine-tuned model has the languages of its run by default, its ancestor others.
-    tokenizers = [each.with_languages(source_language, target_language) for each in tokenizers]
+    tokenizers = [each.with_languages(source_language, target_language) for each in loaded]
     for other, tokenizer in zip(workdirs, tokenizers):
         if tokenizer.fingerprint != tokenizers[0].fingerprint:
             raise UserError(

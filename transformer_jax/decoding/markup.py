@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from itertools import chain, groupby, pairwise
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from transformer_jax.decoding.alignment import Alignment
-from transformer_jax.decoding.records import Translation
+from transformer_jax.decoding.records import Translation, matching_places
 from transformer_jax.errors import short_repr
 from transformer_jax.tokenization.special_ids import UNK_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -187,27 +186,9 @@ def _divided(
     for number, chunk in enumerate(chunks):
         if number:
             yield _Item("block")
-        places = [0, *chain.from_iterable(_placeholders(chunk, protect)), len(chunk)]
+        places = [0, *chain.from_iterable(matching_places(chunk, protect)), len(chunk)]
         for odd, place in enumerate(pairwise(places)):
             yield _Item(("text", "atom")[odd % 2], chunk[slice(*place)], shown=odd % 2 > 0)
-
-
-def _placeholders(text: str, protect: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield the places that match a pattern, from left to right. The first pattern has priority.
-    Patterns are not joined, because each has groups of its own.
-    """
-    none = len(text), 0
-    end, places = 0, dict.fromkeys(protect, (-1, 0))
-    while True:
-        for pattern, (start, _) in places.items():
-            if start < end:
-                matches = re.compile(pattern).finditer(text, end)
-                places[pattern] = next((match.span() for match in matches if match[0]), none)
-        place = min(places.values(), key=itemgetter(0), default=none)
-        if place == none:
-            return
-        yield place
-        end = place[1]
 
 
 def _bounded(items: Iterable[_Item]) -> list[_Item]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias, TypeVar
 
@@ -148,6 +149,24 @@ def check_patterns(patterns: Sequence[str], name: str) -> None:
                 f"{name} is {short_repr(patterns)}; expected regular expressions; {pattern!r} is "
                 f"not one ({error.msg})."
             ) from None
+
+
+def matching_places(text: str, patterns: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the places that match a pattern, from left to right. The first pattern has priority.
+    Patterns are not joined, because each has groups of its own.
+    """
+    none = len(text), 0
+    end, places = 0, dict.fromkeys(patterns, (-1, 0))  # of the next match
+    while True:
+        for pattern, (start, _) in places.items():
+            if start < end:
+                matches = re.compile(pattern).finditer(text, end)
+                places[pattern] = next((match.span() for match in matches if match[0]), none)
+        place = min(places.values(), key=itemgetter(0), default=none)
+        if place == none:
+            return
+        yield place
+        end = place[1]
 
 
 def read_records(
