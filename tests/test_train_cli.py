@@ -88,6 +88,7 @@ ERRORS_AT_ONCE = [
         for flag in ("--training.steps", "--data.train.limit", "--num-processes")
     ),
     ("--data.train.source a --data.train.target b", "'a' is not a file"),
+    ("--data.train.source long empty --data.train.target long empty", r"no pairs in \('empty',\)"),
     (f"{NUMBERS} --workdir /dev/null/w", "'/dev/null/w'"),
     (
         f"{NUMBERS} --mesh.fsdp 64",
@@ -118,6 +119,7 @@ ERRORS_AT_ONCE = [
 ]
 ERRORS_BEFORE_TRAINING = [
     (f"{NUMBERS} --batch.tokens 10", "batch.tokens is 10; expected at least [0-9]+, to fit batch"),
+    (f"{NUMBERS} --tokenizer.source-language en", "source_language is 'en'; expected one of: none"),
     (f"{NUMBERS} --decoding.suppress no-such-token", "decoding.suppress contains 'no-such-token'"),
     (
         f"{NUMBERS} --training.start-from nowhere",
@@ -150,6 +152,29 @@ def test_invalid_input_gives_one_line_and_status_2(
     if at_once:
         assert not (tmp_path / "run").exists()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "error: model.max_positions is 8; expected at least 256, the larger of data.max"),
+        (["--data.max-source-length=8", "--data.max-target-length=8"], "error: No training data"),
+    ],
+)
+def test_flags_override_a_recipe_before_settings_are_compared(
+    main: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    flags: list[str],
+    message: str,
+) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from transformer_jax import Config, ModelConfig\n\n\ndef get_config():\n"
+        "    return Config(model=ModelConfig(positions='learned', max_positions=8))\n"
+    )
+    assert main(["--config", str(recipe), "--workdir", str(tmp_path / "run"), *flags]) == 2
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize("program", ["train.py", "decode.py"])

@@ -178,7 +178,6 @@ MODEL = ModelConfig(alignment_layer=-1)
     ("data", "weight", "model", "message"),
     [
         ({"train": TRAIN}, 0.1, MODEL, "guided_alignment is 0.1; expected 0 without data.train.al"),
-        ({"train": ALIGNED}, 0.0, MODEL, "guided_alignment is 0.0; expected more than 0 with data"),
         (
             {"train": ALIGNED},
             0.1,
@@ -189,7 +188,19 @@ MODEL = ModelConfig(alignment_layer=-1)
             {"train": ALIGNED, "dev": ALIGNED},
             0.1,
             MODEL,
-            r"data.dev.alignments is \('c',\); expected no files; only training uses alignments",
+            r"data.dev.alignments is \('c',\); expected \(\); only training uses it",
+        ),
+        (
+            {"train": TRAIN, "test": dataclasses.replace(TRAIN, weights=(1.0,))},
+            0.0,
+            MODEL,
+            r"data.test.weights is \(1.0,\); expected \(\); only training uses it",
+        ),
+        (
+            {"train": TRAIN, "dev": dataclasses.replace(TRAIN, temperature=5.0)},
+            0.0,
+            MODEL,
+            "data.dev.temperature is 5.0; expected 1.0; only training uses it",
         ),
     ],
 )
@@ -197,8 +208,9 @@ def test_settings_that_do_not_fit(
     data: dict[str, PairsConfig], weight: float, model: ModelConfig, message: str
 ) -> None:
     training = TrainingConfig(guided_alignment=weight)
+    config = Config(data=DataConfig(**data), training=training, model=model)
     with pytest.raises(UserError, match=message):
-        Config(data=DataConfig(**data), training=training, model=model)
+        config.check(config.training_rules())
 
 
 @pytest.mark.parametrize(

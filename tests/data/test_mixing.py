@@ -248,5 +248,6 @@ def test_invalid_settings(settings, message, tmp_path):
 def test_an_unknown_tag_is_an_error(tmp_path):
     data = DataConfig(train=three(tmp_path, tags=("<2de>", "<2fr>", "<2en>")))
     message = r"data.train.tags is .*<2en>.*; expected items from tokenizer.user_defined_symbols"
+    config = Config(data=data, tokenizer=TokenizerConfig(user_defined_symbols=("<2de>", "<2fr>")))
     with pytest.raises(UserError, match=message):
-        Config(data=data, tokenizer=TokenizerConfig(user_defined_symbols=("<2de>", "<2fr>")))
+        config.check(config.training_rules())

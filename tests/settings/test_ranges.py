@@ -52,7 +52,12 @@ def test_first_and_last_values(
 @pytest.mark.parametrize("longer", ["max_source_length", "max_target_length"])
 def test_learned_positions_must_cover_the_longer_side(longer: str) -> None:
     data = DataConfig(**{"max_source_length": 20, "max_target_length": 20} | {longer: 30})
-    Config(model=ModelConfig(positions="learned", max_positions=30), data=data)
+
+    def check(**model: Any) -> None:
+        config = Config(model=ModelConfig(**model), data=data)
+        config.check(config.training_rules())
+
+    check(positions="learned", max_positions=30)
     with pytest.raises(UserError, match=r"model\.max_positions is 29; expected at least 30"):
-        Config(model=ModelConfig(positions="learned", max_positions=29), data=data)
-    Config(model=ModelConfig(max_positions=1), data=data)  # sinusoids have no limit
+        check(positions="learned", max_positions=29)
+    check(max_positions=1)  # sinusoids have no limit

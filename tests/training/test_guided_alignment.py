@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from number_names import number_names
-from runs import ONE, assert_same_runs, changed, tiny
+from runs import ONE, assert_same_runs, changed, entries, tiny
 
 from transformer_jax.data.batching import Batch
 from transformer_jax.data.loader import abstract_batch
@@ -220,3 +220,17 @@ def test_a_run_resumes_bit_exactly_and_has_the_same_losses_on_eight_devices(
     rows = [np.array([[*ids, 2]]) for ids in pair]
     expected = model.attention_weights(*rows).cross[0][0, 0]
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_run_can_go_on_without_guided_alignment(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its weight changes to 0; the files stay, because the text must be the same."""
+    config = aligned_run(tmp_path / "text")
+    train(changed(config, training={"steps": 2}), tmp_path / "run", devices=ONE)
+    assert "has no effect" not in caplog.text
+    without = changed(config, training={"guided_alignment": 0.0, "steps": 4})
+    train(without, tmp_path / "run", devices=ONE, allow_changes=True)
+    assert "data.train.alignments has no effect: training.guided_alignment is 0." in caplog.text
+    before, after = (entries(tmp_path / "run")[i] for i in (1, 2))
+    assert before["loss"] > before["nll"] + 0.2 and after["loss"] < after["nll"] + 0.2

@@ -95,8 +95,29 @@ def test_other_weights_need_a_flag_and_other_tags_another_run(tmp_path: Path) ->
         train(swapped, tmp_path / "run", devices=ONE, allow_changes=True)
 
 
-def test_an_empty_corpus_is_an_error_before_the_tokenizer_is_trained(tmp_path: Path) -> None:
+def test_a_run_cannot_become_a_mix(tmp_path: Path) -> None:
+    plain = {"tags": (), "weights": ()}
     config = mixed(tmp_path / "text", steps=1)
+    pairs = dataclasses.replace(config.data.train, **plain)
+    train(changed(config, data={"train": pairs}), tmp_path / "run", devices=ONE)
+    pairs = dataclasses.replace(pairs, weights=(1.0, 1.0, 2.0))
+    with pytest.raises(UserError, match=r"a mix \(weights or temperature\) only if it was one"):
+        train(
+            changed(config, data={"train": pairs}),
+            tmp_path / "run",
+            devices=ONE,
+            allow_changes=True,
+        )
+
+
+@pytest.mark.parametrize("settings", [{}, {"tags": (), "weights": ()}])
+def test_an_empty_corpus_is_an_error_before_the_tokenizer_is_trained(
+    settings: Any, tmp_path: Path
+) -> None:
+    """Also if the corpora are not a mix."""
+    config = mixed(tmp_path / "text", steps=1)
+    pairs = dataclasses.replace(config.data.train, **settings)
+    config = changed(config, data={"train": pairs})
     (tmp_path / "text" / "same").write_text("")
     with pytest.raises(
         UserError, match=r"^data.train has no pairs in \('same',\). Check the files"

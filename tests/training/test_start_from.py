@@ -106,11 +106,15 @@ def test_another_model_shape_is_an_error_before_the_text_is_read(
     general: Path, tmp_path: Path
 ) -> None:
     config = _own_text(tmp_path, general)
-    wrong = changed(config, model={"d_model": 32, "dropout": 0.3})
+    wrong = changed(
+        config,
+        model={"d_model": 32, "dropout": 0.3},
+        tokenizer={"vocab_size": 200, "sampling": 0.1},
+    )
     with pytest.raises(
         UserError,
-        match=r"model settings differ from this run's. Use --config \S+/run\. .*"
-        r"\n  model.d_model: 16 in .*, 32 now$",
+        match=r"model or tokenizer settings differ from this run's. Use --config \S+/run\. .*"
+        r"\n  model.d_model: 16 in .*, 32 now\n  tokenizer.vocab_size: 150 in .*, 200 now$",
     ):
         train(wrong, tmp_path / "run", devices=ONE)
     assert not (tmp_path / "run" / "corpus").exists()

@@ -48,13 +48,17 @@ class Section:
         for name, allowed in typing.get_type_hints(type(self), include_extras=True).items():
             if expected := _expected(getattr(self, name), allowed):
                 raise self._error(name, expected)
-        for name, holds, expected in self.rules():
-            if not holds:
-                raise self._error(name, expected)
+        self.check(self.rules())
 
     def rules(self) -> Iterator[Rule]:
         """Yield constraints that involve more than one field."""
         yield from ()
+
+    def check(self, rules: Iterator[Rule]) -> None:
+        """Raise ``UserError`` for the first rule that does not hold."""
+        for name, holds, expected in rules:
+            if not holds:
+                raise self._error(name, expected)
 
     def _error(self, name: str, expected: str) -> UserError:
         value = short_repr(operator.attrgetter(name)(self))

@@ -344,8 +344,12 @@ class PairsConfig(Section):
     @property
     def parts(self) -> list[PairsConfig]:
         """The items of source, if there are several and they are not simply one corpus."""
-        if len(self.source) < 2 or not (self.tags or self.weights or self.temperature != 1):
-            return []
+        mixed = self.tags or self.weights or self.temperature != 1
+        return self.items if mixed and len(self.source) > 1 else []
+
+    @property
+    def items(self) -> list[PairsConfig]:
+        """The items of source, as one corpus each."""
         lists = "source", "target", "tags", "alignments"
         return [
             replace(
@@ -638,7 +642,10 @@ class Config(Section):
     seed: Count = 0
     """Random seed for parameter initialization, data order, and dropout."""
 
-    def rules(self) -> Iterator[Rule]:
+    def training_rules(self) -> Iterator[Rule]:
+        """Yield constraints between sections. Checked when training starts, because the flags that
+        override a recipe can meet or break them.
+        """
         model = self.model
         longest = max(self.data.max_source_length, self.data.max_target_length)
         yield (
@@ -646,16 +653,15 @@ class Config(Section):
             model.positions != "learned" or model.max_positions >= longest,
             f"at least {longest}, the larger of data.max_source_length and data.max_target_length",
         )
-        weight, aligned = self.training.guided_alignment, bool(self.data.train.alignments)
-        expected = "more than 0 with" if aligned else "0 without"
+        aligned = bool(self.data.train.alignments)
         yield (
             "training.guided_alignment",
-            bool(weight) == aligned,
-            f"{expected} data.train.alignments",
+            aligned or not self.training.guided_alignment,
+            "0 without data.train.alignments",
         )
         yield (
             "model.alignment_layer",
-            not weight or model.alignment_layer is not None,
+            not aligned or model.alignment_layer is not None,
             "a decoder layer to train with training.guided_alignment, such as -1",
         )
         known = {"", *self.tokenizer.user_defined_symbols}
@@ -663,5 +669,7 @@ class Config(Section):
             pairs = getattr(self.data, name)
             fits = known.issuperset(pairs.tags)
             yield f"data.{name}.tags", fits, "items from tokenizer.user_defined_symbols"
-            training = name == "train" or not pairs.alignments
-            yield f"data.{name}.alignments", training, "no files; only training uses alignments"
+            for field in () if name == "train" else ("alignments", "weights", "temperature"):
+                default = getattr(PairsConfig, field)
+                fits = getattr(pairs, field) == default
+                yield f"data.{name}.{field}", fits, f"{default}; only training uses it"

@@ -31,9 +31,9 @@ class Arguments:
     recipe file (which is executed, so use only files that you trust); or a work directory's
     config.json. Sets the defaults of all other flags. '': the paper's base model."""
     allow_changes: bool = False
-    """Allow a resumed run to change batch.*, optimizer.* (except ema_decay), dropout, label
-    smoothing, R-Drop, SimCut, guided alignment, dtype, remat, start_from, data.train.weights,
-    data.train.temperature, and steps if the learning rate depends on it."""
+    """Allow a resumed run to change batch.*, optimizer.* (except name and ema_decay), dropout,
+    label smoothing, R-Drop, SimCut, guided alignment, freeze, dtype, remat, start_from,
+    data.train.weights, data.train.temperature, and steps if the learning rate depends on it."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = Processes()
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
 

@@ -22,7 +22,7 @@ from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus, build_corpus, open_corpus
 from transformer_jax.data.loader import to_global_arrays
 from transformer_jax.data.mixing import Mix
-from transformer_jax.data.sources import ParallelText
+from transformer_jax.data.sources import ParallelText, read_pairs
 from transformer_jax.devices.distributed import (
     broadcast_from_first,
     check_agreement,
@@ -61,6 +61,14 @@ log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
 Start = tuple[Any, Tokenizer]  # NumPy parameters and tokenizer of training.start_from
+
+_FREE_IN_FINE_TUNING = (
+    "tokenizer.source_language",
+    "tokenizer.target_language",
+    "tokenizer.user_defined_symbols",
+    "tokenizer.sampling",
+    "tokenizer.sampled_epochs",
+)
 
 # With less, Orbax, JAX and SentencePiece fail with unclear errors, or abort.
 _LIMITS = (
@@ -105,6 +113,7 @@ def prepare(
     """
     with raise_on_any_process():
         _check_limits()
+        config.check(config.training_rules())
         mesh = make_mesh(config.mesh, devices)
         config = with_layout(config, mesh.devices.flat[0].platform)
         check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
@@ -126,7 +135,7 @@ def prepare(
             run_dir.wait_for_token()
             start = None
             if newest is None and config.training.start_from:
-                start = _start_model(config.training.start_from, config.model)
+                start = _start_model(config.training.start_from, config)
         built = broadcast_from_first(lambda: build_files(run_dir, config, texts, newest, start))
         run = open_run(run_dir, config, mesh, pairs, built, newest, start)
         start = None  # frees memory
@@ -163,13 +172,13 @@ def build_files(
         checkpoint = run_dir.checkpoints / checkpoint_name(newest)
         tokenizer = load_tokenizer(run_dir.folder, checkpoint)
     else:
+        its = config.tokenizer
         if start:
-            its = config.tokenizer
             tokenizer = start[1].with_symbols(its.user_defined_symbols)
-            tokenizer = tokenizer.with_languages(its.source_language, its.target_language)
         else:
             log.info("Preparing the tokenizer.")
-            tokenizer = Tokenizer.train(texts["train"].pairs(), config.tokenizer)
+            tokenizer = Tokenizer.train(texts["train"].pairs(), its)
+        tokenizer = tokenizer.with_languages(its.source_language, its.target_language)
         tokenizer.save(run_dir.folder)
     tokenizer.target.require_ids(config.decoding.suppress, "decoding.suppress")  # fail early
     built = {}
@@ -213,6 +222,8 @@ def open_run(
         config = dataclasses.replace(config, model=model)
         mix = Mix(train, config.data.train) if len((train := corpora["train"]).sizes) > 1 else train
         plan = BatchPlan(mix, config.batch, seed=config.seed)
+        if plan.aligned and not config.training.guided_alignment:
+            log.warning("data.train.alignments has no effect: training.guided_alignment is 0.")
     leaves = jax.tree.leaves(start and start[0])
     checksum = functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), leaves, 0)
     check_agreement(
@@ -288,10 +299,10 @@ def check_inputs(
     texts = {name: ParallelText(each, data.root) for name, each in given.items() if each.is_given}
     bleu_metric(training.bleu_tokenize)
     for name, text in texts.items():
-        for part in text.parts or [text]:
-            if not any(islice(part.pairs(), 1)):
+        for item in text.config.items:
+            if not any(islice(read_pairs(item, data.root), 1)):
                 raise UserError(
-                    f"data.{name} has no pairs in {short_repr(part.config.source)}. Check the "
+                    f"data.{name} has no pairs in {short_repr(item.source)}. Check the "
                     f"files, or choose another data.{name}.kind."
                 )
     pairs = {name: list(text.pairs()) for name, text in texts.items() if name != "train"}
@@ -319,8 +330,9 @@ def _resume(
     if progress.corpus != new.corpus:
         raise UserError(
             f"The training text differs from the text that {str(checkpoints.folder.parent)!r} was "
-            f"trained on up to step {step}; expected the same files (data.train, data.root). To "
-            "continue training its model on this text, start a run in another --workdir with "
+            f"trained on up to step {step}; expected the same files (data.train, data.root), and a "
+            "mix (weights or temperature) only if it was one. To continue training its model on "
+            "this text, start a run in another --workdir with "
             "--training.start-from."
         )
     progress.forget_other_best(new.selected)
@@ -335,18 +347,24 @@ def _initial_state(functions: StepFunctions, start: Start | None) -> TrainState:
     return functions.init(to_global_arrays(jax.tree.map(_grown, start[0], abstract), abstract))
 
 
-def _start_model(name: str, model: ModelConfig) -> Start:
+def _start_model(name: str, config: Config) -> Start:
     """Load the model of ``training.start_from``, as ``load_model`` does.
 
-    Raises ``UserError`` if its model settings differ from ``model``.
+    Raises ``UserError`` if its model or tokenizer settings differ from ``config``.
     """
     log.info("Starting from the parameters of %s.", name)
     theirs, parameters, tokenizer = load_parameters(name)
-    ours = dataclasses.replace(theirs, model=model)
-    if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
+    fixed = [
+        each
+        for each in differences_on_resume(theirs, config)
+        if each.name.startswith(("model.", "tokenizer."))
+        and not each.changeable
+        and each.name not in _FREE_IN_FINE_TUNING
+    ]
+    if fixed:
         raise UserError(
-            f"training.start_from is {name!r}, but its model settings differ from this run's. "
-            f"Use --config {name}. {fields_that_differ(fixed)}"
+            f"training.start_from is {name!r}, but its model or tokenizer settings differ from "
+            f"this run's. Use --config {name}. {fields_that_differ(fixed)}"
         )
     return parameters, tokenizer
 
