@@ -314,6 +314,18 @@ def test_recipes_are_found_by_name_from_any_folder(
     assert load_config_file("multi30k_cpu") == load_config_file(ROOT / "configs/multi30k_cpu.py")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("table3", r"table3\.py' does not fit --config: missing a required argument: 'argument'\."),
+        ("demo:large", r"demo\.py' does not fit --config: too many positional arguments\. An arg"),
+    ],
+)
+def test_an_argument_that_a_recipe_needs_or_does_not_take(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config_file(name)
+
+
 def test_multi30k_many_has_a_model_for_all_or_some_directions() -> None:
     every, one = load_config_file("multi30k_many"), load_config_file("multi30k_many:en-fr")
     assert every.data.train.tags == ("<2de>", "<2fr>", "<2en>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import runpy
@@ -79,7 +80,15 @@ def _run(path: Path, argument: str | None) -> Config:
         raise UserError(
             f"{str(path)!r} has no get_config(); expected `def get_config() -> Config`."
         )
-    config = names["get_config"](*[] if argument is None else [argument])
+    arguments = [] if argument is None else [argument]
+    try:
+        inspect.signature(names["get_config"]).bind(*arguments)
+    except TypeError as error:
+        raise UserError(
+            f"get_config() in {str(path)!r} does not fit --config: {error}. An argument comes after "
+            "the file or recipe and a colon, as in table3:C-N2."
+        ) from None
+    config = names["get_config"](*arguments)
     if not isinstance(config, Config):
         kind = type(config).__name__
         raise UserError(
