@@ -12,6 +12,7 @@ from transformer_jax import (
     DecodingConfig,
     ModelConfig,
     OptimizerConfig,
+    TokenizerConfig,
     TrainingConfig,
     UserError,
 )
@@ -36,6 +37,7 @@ LAST = 2**31 - 1
         (DecodingConfig, "max_length", [None, 1, 2**16], [0, 2**16 + 1]),
         (DecodingConfig, "max_source_length", [3, 2**16], [2, 2**16 + 1]),
         (DecodingConfig, "min_length", [0, 50], [51, -1]),  # max_extra_length is 50
+        (TokenizerConfig, "character_coverage", [0.98, 1], [0.979, 1.001]),
         (OptimizerConfig, "peak_learning_rate", [None, 1e-9], [0.0, "none"]),
     ],
 )

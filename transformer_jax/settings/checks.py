@@ -23,6 +23,7 @@ PositiveFloat = Annotated[float, lambda x: x > 0, "a positive number"]
 NonNegative = Annotated[float, lambda x: x >= 0, "0 or more"]
 Fraction = Annotated[float, lambda x: 0 <= x < 1, "a value in [0, 1)"]
 PositiveFraction = Annotated[float, lambda x: 0 < x <= 1, "a value in (0, 1]"]
+Coverage = Annotated[float, lambda x: 0.98 <= x <= 1, "a value in [0.98, 1]"]  # SentencePiece's
 LineLength = Annotated[int, lambda n: 3 <= n <= 2**16, "a number from 3 to 65,536"]
 
 # Dtypes of arrays by name. Segment ids can also be bool.

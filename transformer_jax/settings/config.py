@@ -14,6 +14,7 @@ from typing import Literal
 
 from transformer_jax.settings.checks import (
     Count,
+    Coverage,
     Few,
     Fraction,
     LineLength,
@@ -209,7 +210,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     """Byte-pair encoding (the paper) or a unigram language model."""
     joint: bool = True
     """Share one vocabulary between both languages (the paper) instead of learning one for each."""
-    character_coverage: PositiveFraction = 1.0
+    character_coverage: Coverage = 1.0
     """Fraction of the characters in the text that the vocabulary covers. The rarest characters
     become unknown tokens (or bytes)."""
     byte_fallback: bool = False
