@@ -85,8 +85,8 @@ def _run(path: Path, argument: str | None) -> Config:
         inspect.signature(names["get_config"]).bind(*arguments)
     except TypeError as error:
         raise UserError(
-            f"get_config() in {str(path)!r} does not fit --config: {error}. An argument comes after "
-            "the file or recipe and a colon, as in table3:C-N2."
+            f"get_config() in {str(path)!r} does not fit --config: {error}. An argument comes "
+            "after the file or recipe and a colon, as in table3:C-N2."
         ) from None
     config = names["get_config"](*arguments)
     if not isinstance(config, Config):
