@@ -93,12 +93,6 @@ def test_invalid_recipe_arguments(name: str, message: str) -> None:
         load_config_file(name)
 
 
-@pytest.mark.parametrize("name", ["table3", "demo:large"])
-def test_missing_and_unexpected_recipe_arguments(name: str) -> None:
-    with pytest.raises(TypeError, match=r"get_config\(\) .* positional argument"):
-        load_config_file(name)
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=40))
