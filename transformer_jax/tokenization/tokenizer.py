@@ -136,6 +136,8 @@ class Tokenizer:
 
         Raises ``UserError`` for a language that the model does not have.
         """
+        if not (source or target):
+            return self
         its = self.languages
         new_source = self.source.first_token(source, "source_language") if source else its.source
         if its.tagged:
