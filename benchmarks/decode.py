@@ -148,7 +148,10 @@ def ours(job: Answer, ids: Ids, *, dtype: str = "auto", weights: str = "auto") -
     decoding = replace(config.decoding, batch_size=share)
     if weights != "auto":
         decoding = replace(decoding, weights=weights)
-    engines = [engine.Engine(model, decoding, suppress=suppress, device=place) for place in places]
+    start = partial(engine.Engine, model, decoding, suppress=suppress)
+    first = start(device=places[0])
+    copy = getattr(first, "on", lambda place: start(device=place))  # an older checkout has no "on"
+    engines = [first, *map(copy, places[1:])]
     sentences = [engine.Sentence(x) for x in ids]
     return lambda: [best.tokens for best, *_ in engine.search_together(engines, sentences)]
 

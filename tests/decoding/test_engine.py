@@ -253,7 +253,8 @@ def test_devices_share_the_sentences(engine):
 def test_cpu_devices_share_the_memory_of_the_weights(program, monkeypatch):
     model, devices = make_model(0), jax.devices()[:3]
     if program == "engine":
-        engines = [Engine(model, CONFIG, device=device) for device in devices]
+        engine = Engine(model, CONFIG, device=devices[0])
+        engines = [engine, *map(engine.on, devices[1:])]
         held = [(each.parameters, each._weights) for each in engines]
     else:
         monkeypatch.setattr(scoring, "check_vocabulary", lambda *_: None)

@@ -139,3 +139,38 @@ def test_attention_keeps_float32_activations() -> None:
     x = _inputs("BLD,DF->BLF")[0]
     assert layer(x).dtype == jnp.float32
     assert layer(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.cpu("other devices have no such limit")
+@pytest.mark.parametrize("shape", [(512, 2048), (2048, 512), (512, 5000), (33, 130)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_row_has_the_same_bits_in_every_batch(dtype: str, shape: tuple[int, int]) -> None:
+    """From one row, as in greedy search, to as many as in training."""
+    rng, (width, outputs) = np.random.default_rng(0), shape
+    rows = jnp.asarray(rng.standard_normal((128, width)), jnp.float32)
+    equation, b = "RD,DF->RF", jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    scale = None
+    if dtype == "int8":
+        b, scale = matmul.quantize(equation, b)
+    equation, b = matmul.output_major(equation, b)
+    assert (equation, b.shape) == ("RD,FD->RF", (outputs, width))
+    multiply = jax.jit(
+        partial(matmul.einsum, equation, dtype=dtype, result=jnp.float32, scale=scale)
+    )
+    expected = multiply(rows, b)
+    tolerance = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.06}[dtype] * width**0.5
+    plain = rows @ (b if scale is None else b * scale[:, None]).T
+    np.testing.assert_allclose(expected, plain, rtol=0, atol=tolerance)
+    for count in (1, 2, 3, 4, 8, 16, 17, 64):
+        np.testing.assert_array_equal(multiply(rows[:count], b), expected[:count], str(count))
+
+
+def test_output_major_moves_the_summed_axes_last() -> None:
+    """The equation still gives the same result."""
+    for equation, (_, axes) in EQUATIONS.items():
+        a, b = _inputs(equation)
+        moved, c = matmul.output_major(equation, b)
+        assert sorted(moved.split(",")[1].split("->")[0]) == sorted(axes)
+        np.testing.assert_allclose(
+            jnp.einsum(moved, a, c), jnp.einsum(equation, a, b), rtol=1e-5, atol=1e-5
+        )

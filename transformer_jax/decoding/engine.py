@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import chain, groupby, islice, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +184,15 @@ class Engine:
             self._weights = nnx.to_pure_dict(weights)
             self._search = _Search(graph, self.method)
             self._compiled = _compiled(self._search)
+
+    def on(self, device: jax.Device) -> Self:
+        """Copy the engine to another device, with its current parameters. Engines on CPU devices
+        share the memory of the parameters.
+        """
+        other = copy(self)
+        other._device = device
+        other._parameters, other._weights = on_device((self._parameters, self._weights), device)
+        return other
 
     @property
     def model(self) -> Transformer | Ensemble:

@@ -77,10 +77,9 @@ class Translator:
         share = dataclasses.replace(self.config, batch_size=rows)
         languages = tokenizer.languages
         free = int(bool(languages.target or languages.tokens) and not languages.tagged)
-        self.engines = [
-            Engine(model, share, suppress=suppress, free_prefix=free, device=device)
-            for device in devices or [None]
-        ]
+        device = devices[0] if devices else None
+        engine = Engine(model, share, suppress=suppress, free_prefix=free, device=device)
+        self.engines = [engine, *map(engine.on, devices[1:])]
 
     @classmethod
     def from_workdir(
@@ -121,8 +120,9 @@ class Translator:
     @parameters.setter
     def parameters(self, parameters: Any) -> None:
         self.__dict__.pop("scorer", None)
-        for engine in self.engines:
-            engine.parameters = parameters
+        engine = self.engines[0]
+        engine.parameters = parameters
+        self.engines = [engine, *map(engine.on, self._devices[1:])]
 
     @property
     def model(self) -> Transformer | Ensemble:

@@ -10,6 +10,7 @@ rounded to 8-bit integers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,10 @@ from transformer_jax.settings.config import ModelConfig
 
 _INT8_MAX = 127
 
+# With at most this many rows, XLA's kernels for bfloat16 and int8 would spend most of the time on
+# rearranging the second matrix.
+_FEW_ROWS = 16
+
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
     """Return the data type of matmuls. ``auto`` chooses it by JAX's default device.
@@ -34,27 +39,27 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    fast = not _on_cpu() or ("avx512_bf16" in cpu_flags() and precision is None)
+    fast = not on_cpu() or ("avx512_bf16" in cpu_flags() and precision is None)
     return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
 
 
 def activation_dtype(config: ModelConfig) -> jnp.dtype:
     """Return the data type of activations: that of matmuls, but always float32 on a CPU."""
-    return jnp.dtype(jnp.float32) if _on_cpu() else compute_dtype(config)
+    return jnp.dtype(jnp.float32) if on_cpu() else compute_dtype(config)
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
 def is_mixed(dtype: Any) -> bool:
     """Return True if matmuls in ``dtype`` only round their inputs to it: bfloat16 on a CPU."""
-    return dtype == jnp.bfloat16 and _on_cpu()
+    return dtype == jnp.bfloat16 and on_cpu()
 
 
 def check_int8() -> None:
     """Raise ``UserError`` if matmuls of 8-bit integers are slow here."""
-    if not _on_cpu() or "avx512_vnni" not in cpu_flags():
+    if not on_cpu() or "avx512_vnni" not in cpu_flags():
         raise UserError(
             "decoding.weights is 'int8', which needs a CPU with AVX-512 VNNI (avx512_vnni in "
             "/proc/cpuinfo); expected 'auto' on this machine."
@@ -92,15 +97,17 @@ def einsum(
         return _quantized(equation, a, b, scale).astype(result)
     if is_mixed(dtype):
         return _rounded(equation, a, b).astype(result)
+    if a.dtype == b.dtype == jnp.float32 and on_cpu():
+        return _multiply(*_as_matrices(equation, a, b), jnp.float32).astype(result)
     return jnp.einsum(equation, a, b, preferred_element_type=result)
 
 
 def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
-    a, b, dimensions, shape = _as_matrices(equation, a, b)
+    a, b, b_axis, shape = _as_matrices(equation, a, b)
     # NaN and infinity make the whole row NaN.
     largest_M1 = jnp.max(jnp.abs(a), axis=1, keepdims=True)
     integers = jnp.round(a * (_INT8_MAX / jnp.maximum(largest_M1, 1e-30))).astype(jnp.int8)
-    out_MN = jax.lax.dot_general(integers, b, dimensions, preferred_element_type=jnp.int32)
+    out_MN = _multiply(integers, b, b_axis, (len(a), -1), jnp.int32)
     out_MN = out_MN * (largest_M1 / _INT8_MAX) * scale.reshape(1, -1)
     return out_MN.reshape(shape)
 
@@ -108,8 +115,7 @@ def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> j
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     rounded = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    a, b, dimensions, shape = _as_matrices(equation, *rounded)
-    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32).reshape(shape)
+    return _multiply(*_as_matrices(equation, *rounded), jnp.float32)
 
 
 def _forward(equation: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -131,12 +137,42 @@ def _backward(
 _rounded.defvjp(_forward, _backward)
 
 
+def output_major(equation: str, b: jax.Array) -> tuple[str, jax.Array]:
+    """Move the summed axes of the second input last. Returns the equation for that, and the input.
+
+    ``einsum`` is then fastest for few rows, and each row's result is independent of the others.
+    """
+    a_axes, b_axes, out = equation.replace("->", ",").split(",")
+    moved = "".join(sorted(b_axes, key=lambda axis: axis in a_axes))
+    return f"{a_axes},{moved}->{out}", jnp.einsum(f"{b_axes}->{moved}", b)
+
+
+def _multiply(
+    a_MK: jax.Array, b: jax.Array, b_axis: int, shape: Sequence[int], result: DTypeLike
+) -> jax.Array:
+    """Multiply two matrices, summing over axis ``b_axis`` of ``b``. Reshapes the result.
+
+    The bits of a row's result depend on neither the number of rows nor the order of the operands,
+    but in float32, the latter is true only of some shapes (tests/model/test_matmul.py).
+    """
+    rows = len(a_MK)
+    if rows == 1:  # XLA has no fast kernels for vectors, and others would round differently
+        a_MK = jnp.pad(a_MK, ((0, 1), (0, 0)))
+    if rows <= _FEW_ROWS and b_axis == 1 and a_MK.dtype != jnp.float32:
+        out_NM = jax.lax.dot_general(b, a_MK, (((1,), (1,)), ((), ())), None, result)
+        # Without a barrier, XLA would exchange the operands again.
+        out_MN = jax.lax.optimization_barrier(out_NM).T
+    else:
+        out_MN = jax.lax.dot_general(a_MK, b, (((1,), (b_axis,)), ((), ())), None, result)
+    return out_MN[:rows].reshape(shape)
+
+
 def _as_matrices(
     equation: str, a: jax.Array, b: jax.Array
-) -> tuple[jax.Array, jax.Array, Any, list[int]]:
+) -> tuple[jax.Array, jax.Array, int, list[int]]:
     """Merge the summed axes of each input, which come first or last, and its other axes.
 
-    Returns both matrices, the dimension numbers of their product and the shape of the result.
+    Returns both matrices, the second one's summed axis, and the shape of the result.
     """
     a_axes, b_axes, out = equation.replace("->", ",").split(",")
     sizes = dict(zip(a_axes + b_axes, a.shape + b.shape, strict=True))
@@ -147,4 +183,4 @@ def _as_matrices(
         a = with_layout_constraint(a.reshape(size, -1).T, Layout((0, 1)))
     b_first = b_axes.startswith(summed)
     matrices = a.reshape(-1, size), b.reshape((size, -1) if b_first else (-1, size))
-    return *matrices, (((1,), (0 if b_first else 1,)), ((), ())), shape
+    return *matrices, 0 if b_first else 1, shape
