@@ -339,11 +339,11 @@ def test_hypotheses_run_out_where_the_search_finds_fewer(translator):
 @pytest.mark.parametrize(
     ("platform", "rows", "used"),
     [
-        *(("cpu", 1, 1), ("cpu", 31, 1), ("cpu", 32, 2), ("cpu", 999, 6)),
+        *(("cpu", 1, 1), ("cpu", 7, 1), ("cpu", 8, 2), ("cpu", 999, 6)),
         *(("gpu", 1, 1), ("gpu", 5, 5), ("gpu", 999, 6)),
     ],
 )
-def test_devices_have_at_least_16_rows_or_on_accelerators_one(monkeypatch, platform, rows, used):
+def test_devices_have_at_least_4_rows_or_on_accelerators_one(monkeypatch, platform, rows, used):
     found = [SimpleNamespace(platform=platform) for _ in range(6)]
     monkeypatch.setattr(devices, "find_devices", lambda: found)
     assert devices.devices_for_rows(rows) == found[:used]

@@ -10,15 +10,15 @@ import numpy as np
 
 from transformer_jax.devices.machine import find_devices, num_cores
 
-_ROWS_OF_A_CORE = 16
+_ROWS_OF_A_CORE = 4
 
 
 def devices_for_rows(rows: int) -> list[jax.Device]:
     """Choose devices for a ``Translator`` whose ``batch_size`` is ``rows``: at least 1 row per
-    accelerator, or 16 per CPU device.
+    accelerator, or 4 per CPU device.
 
     If JAX is not initialized yet, each CPU core becomes a device. A single device for all cores is
-    up to 10% slower (docs/performance.md).
+    slower (docs/decisions.md), but each device compiles the search for itself.
     """
     most = max(1, rows // _ROWS_OF_A_CORE)
     with contextlib.suppress(RuntimeError):  # JAX is already initialized

@@ -33,7 +33,8 @@ class Bucket(NamedTuple):
         waiting sentences have the same padded length. On TPUs it is not, because XLA changes the
         layout of the KV cache before and after each block's search.
         """
-        return self.rows if jax.default_backend() == "tpu" else max(1, self.rows // 4)
+        share = {"tpu": 1, "cpu": 2}.get(jax.default_backend(), 4)
+        return max(1, self.rows // share)
 
     def length_of(self, sentence: Sentence) -> int:
         """Return a sentence's padded source length, which depends only on its own length."""
