@@ -61,7 +61,7 @@ def search_live(rows, sentences, wanted, *, seed):
                 waiting.remove(i)
                 entries[i] = Entry(sentences[i]._replace(wanted=wanted[i]))
             rows.turn([entries[i] for i in same], 0)
-        if rows.running and left < 10 and chance.random() < 0.4:
+        if rows.running and left < 10 and chance.random() < 0.3:
             gone = chance.choice(list(rows.running.values()))
             [number] = [i for i, entry in entries.items() if entry is gone]
             waiting.append(number)
