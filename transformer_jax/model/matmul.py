@@ -161,7 +161,7 @@ def _multiply(
     if rows <= _FEW_ROWS and b_axis == 1 and a_MK.dtype != jnp.float32:
         out_NM = jax.lax.dot_general(b, a_MK, (((1,), (1,)), ((), ())), None, result)
         # Without a barrier, XLA would exchange the operands again.
-        out_MN = jax.lax.optimization_barrier(out_NM).T
+        out_MN = with_layout_constraint(jax.lax.optimization_barrier(out_NM).T, Layout((0, 1)))
     else:
         out_MN = jax.lax.dot_general(a_MK, b, (((1,), (b_axis,)), ((), ())), None, result)
     return out_MN[:rows].reshape(shape)
