@@ -191,7 +191,10 @@ class Engine:
         """
         other = copy(self)
         other._device = device
-        other._parameters, other._weights = on_device((self._parameters, self._weights), device)
+        if device.platform == "cpu":
+            other._parameters, other._weights = on_device((self._parameters, self._weights), device)
+        else:
+            other.parameters = self.parameters
         return other
 
     @property
