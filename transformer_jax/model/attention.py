@@ -20,7 +20,7 @@ from jax import Array
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.matmul import einsum, on_cpu
+from transformer_jax.model.matmul import einsum, is_mixed
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 
@@ -119,11 +119,10 @@ class Projection(nnx.Einsum):
     def __call__(self, x: Array) -> Array:  # type: ignore[override]
         """Project ``x``. In mixed precision on a CPU, and with int8, the result is float32."""
         scale = None if self.scale is None else self.scale[...]
-        if x.dtype != jnp.float32 or not on_cpu():
+        if scale is None and (x.dtype != jnp.float32 or not is_mixed(self.dtype)):
             return super().__call__(x)
         kernel, bias = self.kernel[...], self.bias
-        dtype = self.dtype or jnp.float32
-        y = einsum(self.einsum_str, x, kernel, dtype=dtype, result=jnp.float32, scale=scale)
+        y = einsum(self.einsum_str, x, kernel, dtype=jnp.bfloat16, result=jnp.float32, scale=scale)
         return y if bias is None else y + jnp.broadcast_to(bias[...], y.shape)
 
 

@@ -39,27 +39,27 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    fast = not on_cpu() or ("avx512_bf16" in cpu_flags() and precision is None)
+    fast = not _on_cpu() or ("avx512_bf16" in cpu_flags() and precision is None)
     return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
 
 
 def activation_dtype(config: ModelConfig) -> jnp.dtype:
     """Return the data type of activations: that of matmuls, but always float32 on a CPU."""
-    return jnp.dtype(jnp.float32) if on_cpu() else compute_dtype(config)
+    return jnp.dtype(jnp.float32) if _on_cpu() else compute_dtype(config)
 
 
-def on_cpu() -> bool:
+def _on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
 def is_mixed(dtype: Any) -> bool:
     """Return True if matmuls in ``dtype`` only round their inputs to it: bfloat16 on a CPU."""
-    return dtype == jnp.bfloat16 and on_cpu()
+    return dtype == jnp.bfloat16 and _on_cpu()
 
 
 def check_int8() -> None:
     """Raise ``UserError`` if matmuls of 8-bit integers are slow here."""
-    if not on_cpu() or "avx512_vnni" not in cpu_flags():
+    if not _on_cpu() or "avx512_vnni" not in cpu_flags():
         raise UserError(
             "decoding.weights is 'int8', which needs a CPU with AVX-512 VNNI (avx512_vnni in "
             "/proc/cpuinfo); expected 'auto' on this machine."
@@ -97,8 +97,6 @@ def einsum(
         return _quantized(equation, a, b, scale).astype(result)
     if is_mixed(dtype):
         return _rounded(equation, a, b).astype(result)
-    if a.dtype == b.dtype == jnp.float32 and on_cpu():
-        return _multiply(*_as_matrices(equation, a, b), jnp.float32).astype(result)
     return jnp.einsum(equation, a, b, preferred_element_type=result)
 
 
@@ -140,7 +138,7 @@ _rounded.defvjp(_forward, _backward)
 def output_major(equation: str, b: jax.Array) -> tuple[str, jax.Array]:
     """Move the summed axes of the second input last. Returns the equation for that, and the input.
 
-    ``einsum`` is then fastest for few rows, and each row's result is independent of the others.
+    In mixed precision and with int8, ``einsum`` is then fastest for few rows.
     """
     a_axes, b_axes, out = equation.replace("->", ",").split(",")
     moved = "".join(sorted(b_axes, key=lambda axis: axis in a_axes))
@@ -150,15 +148,13 @@ def output_major(equation: str, b: jax.Array) -> tuple[str, jax.Array]:
 def _multiply(
     a_MK: jax.Array, b: jax.Array, b_axis: int, shape: Sequence[int], result: DTypeLike
 ) -> jax.Array:
-    """Multiply two matrices, summing over axis ``b_axis`` of ``b``. Reshapes the result.
-
-    The bits of a row's result depend on neither the number of rows nor the order of the operands,
-    but in float32, the latter is true only of some shapes (tests/model/test_matmul.py).
+    """Multiply two bfloat16 or int8 matrices, summing over axis ``b_axis`` of ``b``, and reshape
+    the result. The bits of a row depend on neither the number of rows nor the operands' order.
     """
     rows = len(a_MK)
     if rows == 1:  # XLA has no fast kernels for vectors, and others would round differently
         a_MK = jnp.pad(a_MK, ((0, 1), (0, 0)))
-    if rows <= _FEW_ROWS and b_axis == 1 and a_MK.dtype != jnp.float32:
+    if rows <= _FEW_ROWS and b_axis == 1:
         out_NM = jax.lax.dot_general(b, a_MK, (((1,), (1,)), ((), ())), None, result)
         # Without a barrier, XLA would exchange the operands again.
         out_MN = with_layout_constraint(jax.lax.optimization_barrier(out_NM).T, Layout((0, 1)))

@@ -15,7 +15,7 @@ from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
 from transformer_jax.model.layers import Decoder, Embedding, Encoder, embedding_matrix
-from transformer_jax.model.matmul import compute_dtype, einsum, on_cpu, output_major, quantize
+from transformer_jax.model.matmul import compute_dtype, einsum, is_mixed, output_major, quantize
 from transformer_jax.model.positions import segment_positions
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
@@ -351,7 +351,7 @@ def with_cast_weights(model: M, weights: str = "auto") -> M:
                 for parameter in (module.kernel, module.bias):
                     if parameter is not None:
                         parameter.set_value(parameter[...].astype(module.dtype))
-            if on_cpu():
+            if weights == "int8" or is_mixed(module.dtype):
                 module.einsum_str, kernel = output_major(module.einsum_str, module.kernel[...])
                 module.kernel.set_value(kernel)
     for module in modules:
