@@ -10,7 +10,6 @@ rounded to 8-bit integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -105,7 +104,7 @@ def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> j
     # NaN and infinity make the whole row NaN.
     largest_M1 = jnp.max(jnp.abs(a), axis=1, keepdims=True)
     integers = jnp.round(a * (_INT8_MAX / jnp.maximum(largest_M1, 1e-30))).astype(jnp.int8)
-    out_MN = _multiply(integers, b, b_axis, (len(a), -1), jnp.int32)
+    out_MN = _multiply(integers, b, b_axis, jnp.int32)
     out_MN = out_MN * (largest_M1 / _INT8_MAX) * scale.reshape(1, -1)
     return out_MN.reshape(shape)
 
@@ -113,7 +112,8 @@ def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> j
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     rounded = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    return _multiply(*_as_matrices(equation, *rounded), jnp.float32)
+    a, b, b_axis, shape = _as_matrices(equation, *rounded)
+    return _multiply(a, b, b_axis, jnp.float32).reshape(shape)
 
 
 def _forward(equation: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -145,11 +145,10 @@ def output_major(equation: str, b: jax.Array) -> tuple[str, jax.Array]:
     return f"{a_axes},{moved}->{out}", jnp.einsum(f"{b_axes}->{moved}", b)
 
 
-def _multiply(
-    a_MK: jax.Array, b: jax.Array, b_axis: int, shape: Sequence[int], result: DTypeLike
-) -> jax.Array:
-    """Multiply two bfloat16 or int8 matrices, summing over axis ``b_axis`` of ``b``, and reshape
-    the result. The bits of a row depend on neither the number of rows nor the operands' order.
+def _multiply(a_MK: jax.Array, b: jax.Array, b_axis: int, result: DTypeLike) -> jax.Array:
+    """Multiply two bfloat16 or int8 matrices, summing over axis ``b_axis`` of ``b``.
+
+    If ``b`` is output-major (``b_axis`` is 1), a row's bits do not depend on the number of rows.
     """
     rows = len(a_MK)
     if rows == 1:  # XLA has no fast kernels for vectors, and others would round differently
@@ -160,7 +159,7 @@ def _multiply(
         out_MN = with_layout_constraint(jax.lax.optimization_barrier(out_NM).T, Layout((0, 1)))
     else:
         out_MN = jax.lax.dot_general(a_MK, b, (((1,), (b_axis,)), ((), ())), None, result)
-    return out_MN[:rows].reshape(shape)
+    return out_MN[:rows]
 
 
 def _as_matrices(
