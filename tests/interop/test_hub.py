@@ -160,6 +160,21 @@ def test_no_network(hub, monkeypatch) -> None:
     assert time.monotonic() - start < 10
 
 
+def test_a_silent_hub(hub, monkeypatch) -> None:
+    """It accepts connections and never answers. Models in the cache do not need it."""
+    folder = pretrained_workdir("toy/t5")
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"cannot be downloaded \(.*timed out"):
+            pretrained_workdir("toy/nllb")
+        assert pretrained_workdir("toy/t5") == folder
+        assert time.monotonic() - start < 10
+
+
 def test_an_interrupted_or_older_import_is_repeated(hub, monkeypatch) -> None:
     with monkeypatch.context() as patch:
 

@@ -26,15 +26,18 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if revision:
+            raise UserError(
+                f"The revision is {revision!r}, but {name!r} is a folder; expected a name on the "
+                "Hugging Face Hub. Leave out the revision, or choose another name."
+            )
         return folder
-    with needs_extra("pretrained"):
-        import huggingface_hub
     files = [*_FILES, "pytorch_model.bin"] if allow_pickle else _FILES
     name, _, tag = name.partition("@")
     try:
-        found = huggingface_hub.snapshot_download(
-            name, revision=revision or tag or None, allow_patterns=files
-        )
+        found = _download(name, revision or tag or None, files)
+    except UserError:
+        raise
     except Exception as error:  # errors of huggingface_hub and of its HTTP client
         raise UserError(
             f"{name!r} is not a folder and cannot be downloaded ({one_line(error)}). Expected a "
@@ -44,6 +47,27 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
             "--local-dir FOLDER."
         ) from None
     return Path(found)
+
+
+def _download(name: str, revision: str | None, files: list[str]) -> str:
+    """Return the folder in huggingface_hub's cache, from the cache alone if the hub is silent.
+
+    ``snapshot_download`` waits for the first answer without a limit, so ask first.
+    """
+    with needs_extra("pretrained"):
+        from huggingface_hub import HfApi, constants, errors, snapshot_download
+    try:
+        HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled):
+        pass  # snapshot_download raises it again, unless the cache has the model
+    except Exception as error:  # errors of the HTTP client
+        try:
+            return snapshot_download(
+                name, revision=revision, allow_patterns=files, local_files_only=True
+            )
+        except errors.LocalEntryNotFoundError:
+            raise error from None
+    return snapshot_download(name, revision=revision, allow_patterns=files)
 
 
 def import_huggingface(
