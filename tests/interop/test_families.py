@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from functools import cached_property
@@ -580,6 +582,23 @@ def pickled(folder: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
 
 
+def pickled_in_parts(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model-00001-of-00001.bin")
+
+
+class Call:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemExit",)
+
+
+def pickled_code(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Call()}))
+
+
 def larger_vocabulary(folder: Path) -> None:
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -592,6 +611,7 @@ INVALID = {
     "no class": (lambda f: changed_json(f, model_type=None), "model_type .* is None; expected"),
     "no vocab_size": (lambda f: changed_json(f, vocab_size=None), "vocab_size is missing"),
     "huge": (lambda f: changed_json(f, vocab_size=10**8), "vocab_size in .* is 100000000;"),
+    "large": (lambda f: changed_json(f, vocab_size=2**20 + 1), "vocab_size in .* is 1048577;"),
     "no width": (lambda f: changed_json(f, d_model=None), "d_model is missing"),
     "width": (lambda f: changed_json(f, d_model="wide"), "d_model is 'wide'"),
     "no PAD": (lambda f: changed_json(f, pad_token_id=None), "pad_token_id"),
@@ -622,7 +642,7 @@ INVALID = {
     "vocabulary": (larger_vocabulary, "and 1 tokens with ids outside .* 'extra'.*resize_tok"),
     "missing": (
         lambda f: changed_tensors(f, model__encoder__layers__0__fc1__bias=None),
-        "no tensor for model.encoder.layers.0.fc1.bias; expected shape",
+        r"no tensor for model.encoder.layers.0.fc1.bias; expected shape \(28,\). Use weights and",
     ),
     "extra": (
         lambda f: changed_tensors(f, model__more=np.zeros(3, np.float32)),
@@ -644,6 +664,14 @@ INVALID = {
     "link of another file": (
         lambda f: (f / "notes.txt").symlink_to(__file__),
         "notes.txt' leads out of the folder",
+    ),
+    "link to nothing": (
+        lambda f: (f / "notes.txt").symlink_to(f / "nothing"),
+        "notes.txt' leads out of the folder, or nowhere; .* remove it",
+    ),
+    "loop of links": (
+        lambda f: (f / "notes.txt").symlink_to(f / "notes.txt"),
+        "notes.txt' leads out of the folder, or nowhere",
     ),
     "quantized": (
         lambda f: changed_tensors(f, model__shared__weight=np.zeros((2, 2), np.int8)),
@@ -676,6 +704,31 @@ def test_invalid_folders(
     flags = ["import", "--input", str(tmp_path / "model"), "--workdir", str(tmp_path / "run")]
     assert main(flags) == 2
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (pickled_in_parts, "no model.safetensors and no pytorch_model.bin; .*save_pretrained"),
+        (pickled_code, r"pytorch_model.bin' cannot be read \(it has objects that are not tensors"),
+    ],
+)
+def test_pickles_that_cannot_be_read(
+    change: Any, message: str, nllb: Path, tmp_path: Path, capfd: Any
+) -> None:
+    """Though they are allowed. The error is the only output."""
+    shutil.copytree(nllb, tmp_path / "model")
+    change(tmp_path / "model")
+    flags = ["--input", str(tmp_path / "model"), "--workdir", str(tmp_path / "run")]
+    assert main(["import", *flags, "--allow-pickle"]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+def test_a_folder_has_no_revision(nllb: Path, tmp_path: Path, capfd: Any) -> None:
+    flags = ["--input", str(nllb), "--workdir", str(tmp_path / "run"), "--revision", "v1"]
+    assert main(["import", *flags]) == 2
+    assert "is 'v1', but" in capfd.readouterr().err
 
 
 def test_a_model_without_a_head(tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_remove(WEIGHTS), f"has no {WEIGHTS}. Use a revision that has it"),
+        (_remove(WEIGHTS), f"has no {WEIGHTS} and no {PICKLE}; expected one"),
         (_write(WEIGHTS, "x" * 50), "model.safetensors' cannot be read"),
         (lambda f: (f / WEIGHTS).rename(f / PICKLE), "pytorch_model.bin' cannot be read"),
         (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 from safetensors import safe_open
 
 from transformer_jax import UserError
-from transformer_jax.support import parse_object
+from transformer_jax.support import one_line, parse_object
 
 # Names in safetensors files.
 _DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": jnp.bfloat16}
@@ -38,6 +40,12 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArra
     if not (whole.exists() or index.exists()):
         if allow_pickle and pickle.exists():
             return _read_pickle(pickle)
+        if allow_pickle:
+            raise UserError(
+                f"{str(folder)!r} has no model.safetensors and no {pickle.name}; expected one of "
+                "them. Pickles in several files are not read: let transformers load the model and "
+                "write it again, with save_pretrained(FOLDER)."
+            )
         raise UserError(
             f"{str(folder)!r} has no model.safetensors. Use a revision that has it, for example "
             "NAME@refs/pr/NUMBER (docs/pretrained.md). If the model has only pytorch_model.bin, a "
@@ -66,7 +74,9 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
     try:
         import torch
 
-        read = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyTorch, for unusual pickles
+            read = torch.load(file, map_location="cpu", weights_only=True)
         return {
             name: LazyArray(tuple(x.shape), lambda x=x: x.float().numpy())  # type: ignore[misc]
             for name, x in read.items()
@@ -76,6 +86,9 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
             f"Reading {file.name} requires PyTorch. Install it (pip install torch) or download "
             "model.safetensors."
         ) from None
+    except UnpicklingError:  # its message advises to run the code in the pickle
+        error = UserError("it has objects that are not tensors, or is not a pickle")
+        raise not_read(file, error) from None
     except Exception as error:  # many exception types, not all public
         raise not_read(file, error) from None
 
@@ -97,16 +110,24 @@ def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:
 
 
 def check_links(folder: Path) -> None:
-    """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache."""
+    """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache, and
+    for a broken link.
+    """
     inside = folder.resolve()
     for file in inside.glob("*"):
-        target = file.resolve()
+        try:
+            target = file.resolve(strict=True)
+        except (OSError, RuntimeError):  # a loop is a RuntimeError before Python 3.13
+            raise _outside(file) from None
         if not any(map(target.is_relative_to, (inside, inside.parent.parent / "blobs"))):
             raise _outside(file)
 
 
 def _outside(file: Path) -> UserError:
-    return UserError(f"{str(file)!r} leads out of the folder; expected a file in it.")
+    return UserError(
+        f"{str(file)!r} leads out of the folder, or nowhere; expected a file in it. Replace the "
+        "link with a copy of the file, or remove it."
+    )
 
 
 def read_json(
@@ -123,8 +144,9 @@ def read_json(
 
 def not_read(file: Path, error: Exception) -> UserError:
     """Return the error for a file that is missing, corrupt or of another format."""
+    reason = one_line(error).rstrip(".")
     return UserError(
-        f"{str(file)!r} cannot be read ({str(error).rstrip('.')}); expected a file from a Hugging "
+        f"{str(file)!r} cannot be read ({reason}); expected a file from a Hugging "
         "Face folder in transformers' format (not Marian's own model.npz). Download it again: hf "
         "download NAME --local-dir FOLDER"
     )

@@ -103,7 +103,10 @@ def from_library(
         has = f"shape {given[name].shape}" if name in given else "no tensor"
         wanted = f"shape {expected[name]}" if name in expected else "no tensor"
         if has != wanted:
-            raise UserError(f"{where} have {has} for {name}; expected {wanted}.")
+            raise UserError(
+                f"{where} have {has} for {name}; expected {wanted}. Use weights and settings of "
+                "the same model."
+            )
     return found
 
 
