@@ -5,8 +5,8 @@
 
 agreement: compare the n-best list of each line with the reference search, which runs the whole
   forward pass for each hypothesis and position, and compare scores with forced decoding.
-independence: translate the lines in batches of several sizes, in order and shuffled. Results have
-  the same bits at one size; the differences between sizes are printed.
+independence: translate the lines in batches of several sizes, in order and shuffled, and count the
+  lines with the same results to the last bit.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Arguments:
     """Maximum extra length of a translation; the reference search never stops early."""
     weights: Literal["auto", "int8"] = "auto"
     """As in ``DecodingConfig``."""
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    """As in ``ModelConfig``, instead of the model's."""
     batch_sizes: tuple[int, ...] = (1, 7, 32, 128)
     """Batch sizes for ``independence``."""
 
@@ -68,6 +71,11 @@ def main(arguments: Arguments) -> None:
     lines = list(read_lines(arguments.input))[: arguments.limit]
     encoded = translator.tokenizer.source.encode(lines)
     [engine] = translator.engines
+    if arguments.dtype:
+        config = dataclasses.replace(engine.model.config, dtype=arguments.dtype)
+        model = Transformer(config, rngs=nnx.Rngs(0))
+        nnx.update(model, nnx.state(engine.model, nnx.Param))
+        engine = Engine(model, engine.config)
     limit = engine.longest_source - 1
     sentences = [Sentence(tokens[:limit]) for tokens in encoded if tokens]
     print(
@@ -174,11 +182,14 @@ def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[i
         shuffled = of_size.search([sentences[i] for i in order])
         exact = sum(shuffled[place] == whole[i] for place, i in enumerate(order))
         first = whole if first is None else first
-        same = sum(a[0].tokens == b[0].tokens for a, b in zip(first, whole, strict=True))
+        pairs = list(zip(first, whole, strict=True))
+        equal = sum(a == b for a, b in pairs)
+        same = sum(a[0].tokens == b[0].tokens for a, b in pairs)
         print(
             f"batch {batch_size}: shuffled and not, "
             f"identical to the last bit on {exact} of {len(sentences)}; "
-            f"tokens as with batch {batch_sizes[0]} on {same}; {time.perf_counter() - start:.0f} s",
+            f"to batch {batch_sizes[0]} on {equal}, tokens on {same}; "
+            f"{time.perf_counter() - start:.0f} s",
             flush=True,
         )
 

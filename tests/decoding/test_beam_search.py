@@ -14,7 +14,7 @@ from reference_search import Rules, every_hypothesis, reference_search
 from reference_search import chain as as_model
 
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.logits import top_k
+from transformer_jax.decoding.logits import log_sum_exp, top_k
 from transformer_jax.decoding.search import (
     gather_beams,
     length_divisor,
@@ -372,3 +372,14 @@ def test_a_cache_that_changes_its_type() -> None:
     step_fn, cache = lambda t, c: (_toy_step(t, c)[0], c.astype(float)), jnp.zeros((2, 2), int)
     with pytest.raises(TypeError, match="input and output must have identical types|equal types"):
         search(BeamSearch(**IDS, beam_size=2), step_fn, cache, limit_B=[3, 3], max_length=4)
+
+
+@pytest.mark.parametrize("width", [1, 100, 128, 3000])
+def test_log_sum_exp(width):
+    """Rows with infinite values and NaN, too."""
+    x = np.random.default_rng(0).normal(0, 30, (9, width)).astype(np.float32)
+    x[1:5, 0] = [-np.inf, np.inf, np.nan, 3e38]
+    x[5] = -np.inf
+    x[6, -1] = np.nan
+    found = np.asarray(jax.jit(log_sum_exp)(x))[:, 0]
+    np.testing.assert_allclose(found, jax.nn.logsumexp(x, axis=-1), rtol=1e-6)

@@ -61,11 +61,11 @@ def search_live(rows, sentences, wanted, *, seed):
                 waiting.remove(i)
                 entries[i] = Entry(sentences[i]._replace(wanted=wanted[i]))
             rows.turn([entries[i] for i in same], 0)
-        if rows.running and left < 10 and chance.random() < 0.3:
-            gone = chance.choice(list(rows.running.values()))
-            [number] = [i for i, entry in entries.items() if entry is gone]
+        running = [i for i, entry in entries.items() if entry in rows.running.values()]
+        if running and left < 10 and chance.random() < 0.5:
+            number = chance.choice(running)
             waiting.append(number)
-            gone.future.cancel()
+            entries[number].future.cancel()
             left += 1
         rows.turn([], chance.randint(1, 9))
     assert left == 10

@@ -41,10 +41,16 @@ logger = logging.getLogger(__name__)
 
 _ALL = 2**30
 
-# Compiler options for the search loop, by backend.
+# Compiler options for the search loop, and on a CPU for the encoder, by backend.
 _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    # Without this, XLA copies caches that could be updated in place.
-    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
+    "cpu": {
+        # Without this, XLA copies caches that could be updated in place.
+        "xla_cpu_copy_insertion_use_region_analysis": True,
+        # Use YNNPACK, a library of CPU kernels, for matmuls only. By default, XLA uses it for sums
+        # over large arrays, too: a row of a large batch is then summed in another order.
+        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,"
+        "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+    },
     # Run the whole search as one CUDA graph: XLA's default commands plus conditionals and loops.
     # Otherwise the host decides after every step whether to continue.
     "gpu": {
@@ -110,13 +116,12 @@ class _Compiled(NamedTuple):
 @lru_cache(maxsize=32)
 def _compiled(search: _Search) -> _Compiled:
     """Jit the functions that all engines with the same search share, whatever their device."""
+    backend = jax.default_backend()
+    options = _COMPILER_OPTIONS.get(backend)
+    of_encoder = options if backend == "cpu" else None
     return _Compiled(
-        jax.jit(search.encode, static_argnames="bucket"),
-        jax.jit(
-            search.admit_and_decode,
-            donate_argnames="rows",
-            compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
-        ),
+        jax.jit(search.encode, static_argnames="bucket", compiler_options=of_encoder),
+        jax.jit(search.admit_and_decode, donate_argnames="rows", compiler_options=options),
         # The weights, although unused, determine the device.
         jax.jit(search.idle_rows, static_argnames="bucket", keep_unused=True),
     )
@@ -126,11 +131,12 @@ class Engine:
     """Runs the search with one model or an ensemble on one device.
 
     A sentence's padded length and bucket depend only on its own length. Its result does not depend
-    on other sentences.
+    on other sentences, nor, on a CPU in mixed precision or int8, on the number of rows.
 
     Attributes:
       buckets: the first takes sources of up to 128 tokens, the second up to 512 tokens with a
         quarter as many rows, and so on.
+      fewest_rows: minimum number of rows of a search.
       longest_source: maximum source length in tokens, EOS included.
       method: ``BeamSearch`` or ``Sampling``, from ``config``.
     """
@@ -156,7 +162,9 @@ class Engine:
         positions = model.config.position_limit
         self.longest_source = min(config.max_source_length, positions)
         self._longest_target = partial(config.longest_target, positions=positions)
-        self.buckets = make_buckets(self.longest_source, config.batch_size)
+        # XLA compiles a search with a single hypothesis to other operations.
+        self.fewest_rows = 2 if jax.default_backend() == "cpu" and self.method.beam_size == 1 else 1
+        self.buckets = make_buckets(self.longest_source, config.batch_size, self.fewest_rows)
         self._device = device
         self._graph, self.parameters = nnx.split(model, nnx.Param)
 

@@ -41,9 +41,10 @@ class Bucket(NamedTuple):
         return self.lengths[bisect_left(self.lengths, len(sentence.tokens) + 1)]
 
 
-def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
+def make_buckets(longest: int, batch_size: int, fewest: int = 1) -> tuple[Bucket, ...]:
     """Make buckets for source lengths up to 128, 512, 2,048, ..., ``longest``. The first bucket has
-    ``batch_size`` rows, and each later bucket has a quarter as many rows as the previous bucket.
+    ``batch_size`` rows, and each later bucket has a quarter as many rows as the previous bucket,
+    but at least ``fewest``.
 
     Padded lengths are 16, 24, 32, 48, 64, ... On accelerators they are 32, 64, 128, ..., because
     padding costs less there than compiling the encoder for more lengths.
@@ -52,7 +53,9 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
     widths = _widths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
     lengths = [*takewhile(lambda width: width < longest, widths), longest]
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
-    return tuple(Bucket(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)
+    return tuple(
+        Bucket(tuple(group), max(fewest, batch_size // 4**power)) for power, group in groups
+    )
 
 
 class Padded(NamedTuple):

@@ -1,4 +1,4 @@
-"""Top-k over the vocabulary.
+"""Top-k and log-sum-exp over the vocabulary.
 
 Shape letters: R rows, V columns, K largest values, Q chunks of a row.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-_CHUNK = {"cpu": 32, "gpu": 128}
+_CHUNK = {"cpu": 128, "gpu": 128}
 
 
 @jax.named_scope("top_k")
@@ -24,11 +24,30 @@ def top_k(x_RV: Array, k: int) -> tuple[Array, Array]:
     (rows, width), chunk = x_RV.shape, _CHUNK.get(jax.default_backend(), 0)
     if not chunk or width < 2 * k * chunk:
         return jax.lax.top_k(x_RV, k)
-    padding = ((0, 0), (0, -width % chunk))
-    maxima_RQ = jax.lax.reduce_window(x_RV, -jnp.inf, jax.lax.max, (1, chunk), (1, chunk), padding)
-    _, chunks_RK = jax.lax.top_k(maxima_RQ, k)
+    _, chunks_RK = jax.lax.top_k(_maxima(x_RV, chunk), k)
     ids_RKC = jnp.sort(chunks_RK, axis=-1)[:, :, None] * chunk + jnp.arange(chunk)[None, None]
     ids_RC = ids_RKC.reshape(rows, k * chunk)
     x_RC = jnp.take_along_axis(x_RV, jnp.minimum(ids_RC, width - 1), axis=1)
     values_RK, places_RK = jax.lax.top_k(jnp.where(ids_RC < width, x_RC, -jnp.inf), k)
     return values_RK, jnp.take_along_axis(ids_RC, places_RK, axis=1)
+
+
+@jax.named_scope("log_softmax")
+def log_sum_exp(x_RV: Array) -> Array:
+    """Compute ``jax.nn.logsumexp`` of each row, [R, 1].
+
+    On a CPU, by chunks and with a matmul: XLA's loops over whole rows are several times slower. The
+    matmul has eight equal columns because XLA does not use the same kernel for one.
+    """
+    if jax.default_backend() != "cpu":
+        return jax.nn.logsumexp(x_RV, axis=-1, keepdims=True)
+    largest_R1 = _maxima(x_RV, _CHUNK["cpu"]).max(axis=-1, keepdims=True)
+    largest_R1 = jnp.where(jnp.isfinite(largest_R1), largest_R1, 0)
+    ones_NV = jnp.ones((8, x_RV.shape[1]), jnp.float32)
+    sums_RN = jnp.einsum("RV,NV->RN", jnp.exp(x_RV - largest_R1), ones_NV)
+    return jnp.log(sums_RN[:, :1]) + largest_R1
+
+
+def _maxima(x_RV: Array, chunk: int) -> Array:
+    padding = ((0, 0), (0, -x_RV.shape[1] % chunk))
+    return jax.lax.reduce_window(x_RV, -jnp.inf, jax.lax.max, (1, chunk), (1, chunk), padding)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
+from transformer_jax.decoding.logits import log_sum_exp
 from transformer_jax.decoding.terms import start_progress
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Count, NonNegative, Positive, Section
@@ -327,9 +328,7 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
     B, W, V = logits_BWV.shape
     logits_RV = logits_BWV.reshape(B * W, V).astype(jnp.float32)
     # All logits of a row may be -inf; the normalizer must not turn them into NaN.
-    with jax.named_scope("log_softmax"):
-        normalizer_R1 = jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
-    normalizer_R1 = jnp.maximum(normalizer_R1, IMPOSSIBLE)
+    normalizer_R1 = jnp.maximum(log_sum_exp(logits_RV), IMPOSSIBLE)
     position_R = jnp.repeat(state.position_B, W)
     position_B1 = state.position_B[:, None]
     forced_B1 = jnp.take_along_axis(state.prefix_BP, position_B1, axis=1, mode="clip")

@@ -84,7 +84,9 @@ def dot_product_attention(
     if module is not None:
         module.sow(nnx.Intermediate, "weights", weights_BHTS)
     weights_BHTS = dropout(weights_BHTS.astype(v_BSHK.dtype), dropout_rate, dropout_key)
-    return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK)
+    # Otherwise, XLA's CPU backend would exchange the operands of a single sentence, and round
+    # differently.
+    return jnp.einsum("BHTS,BHSK->BHTK", weights_BHTS, v_BSHK.swapaxes(1, 2)).swapaxes(1, 2)
 
 
 class Projection(nnx.Einsum):

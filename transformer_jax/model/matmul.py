@@ -24,9 +24,9 @@ from transformer_jax.settings.config import ModelConfig
 
 _INT8_MAX = 127
 
-# With at most this many rows, XLA's kernels for bfloat16 and int8 would spend most of the time on
+# With at most this many rows, XLA's kernels for bfloat16 and int8 would spend much of the time on
 # rearranging the second matrix.
-_FEW_ROWS = 16
+_FEW_ROWS = 32
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:

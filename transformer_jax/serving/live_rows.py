@@ -18,8 +18,8 @@ _MAX_NUMBER = 2**30  # of a block's first sentence; numbers are int32 on the dev
 class LiveRows:
     """An engine's batch rows, filled with sentences as they arrive. Not thread-safe.
 
-    Produces the same hypotheses as ``Engine.search``. Scores can differ by rounding errors, because
-    XLA sums in a different order when there are fewer rows.
+    Produces the same hypotheses as ``Engine.search``. Elsewhere than on a CPU, scores can differ by
+    rounding errors, because XLA sums in a different order when there are fewer rows.
 
     Attributes:
       largest: the engine's bucket.
@@ -31,7 +31,7 @@ class LiveRows:
         self._engine, self.largest = engine, bucket
         # On a CPU a step's time is proportional to the number of rows; elsewhere it hardly grows.
         factor = 2 if jax.default_backend() == "cpu" else 8
-        counts = {max(1, bucket.rows // factor**i) for i in range(8)}
+        counts = {max(engine.fewest_rows, bucket.rows // factor**i) for i in range(8)}
         self._sizes = [bucket._replace(rows=count) for count in sorted(counts)]
         self.bucket = self._sizes[0]
         self._rows: Any = None  # until ``compile``
