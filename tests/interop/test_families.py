@@ -21,6 +21,7 @@ import optax
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -801,3 +802,45 @@ def test_a_pair_of_languages_is_chosen_at_the_import(tmp_path: Path) -> None:
     tokenizer = Pretrained(tmp_path / "theirs", languages=codes).tokenizer()
     export_huggingface(config, model, tokenizer, (output := tmp_path / "another"))
     assert import_huggingface(output)[2].source.first == codes[0]
+
+
+def test_byt5(tmp_path: Path) -> None:
+    """The bytes of any text are tokens, and there is no tokenizer file. A cached search finds what
+    theirs finds, and the export has the same tensors.
+    """
+    folder, output = tmp_path / "byt5", tmp_path / "exported"
+    torch.manual_seed(5)
+    config = transformers.T5Config(
+        **families.CASES["t5 1.1"][1] | {"vocab_size": 384, "decoder_start_token_id": 0}
+    )
+    theirs = transformers.T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+        families._end_sentences(theirs, config, 300)
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    family = read("byt5", folder, theirs)
+    seen, text = set[int](), ["A blåe\u0301 café", "42 €", "x", "🙂 und ß", *LINES[:40]]
+    their_tokenizer = transformers.ByT5Tokenizer()
+    target, rows = family.tokenizer.target, family.pretrained.rows.theirs
+    for beam_size in 1, 4:
+        found = family.translator(beam_size, 1.0 if beam_size > 1 else None).stream(text)
+        for line, [ours] in zip(text, found, strict=True):
+            source = their_tokenizer(line, return_tensors="pt")
+            out = theirs.generate(
+                **source,
+                num_beams=beam_size,
+                do_sample=False,
+                early_stopping=beam_size > 1,
+                max_new_tokens=source.input_ids.shape[1] + LIMIT,
+                bad_words_ids=[[0]],
+            )
+            ids = rows[target.ids(ours.tokens)].tolist()
+            if len(ids) >= LIMIT:  # they treat outputs without an end in another way
+                continue
+            assert ids == [i for i in out[0, 1:].tolist() if i != 1][: len(ids)]
+            seen |= {*ids}
+    assert len(seen) > 10
+    export_huggingface(family.config, family.model, family.tokenizer, output)
+    assert_same(load_file(output / "model.safetensors"), load_file(folder / "model.safetensors"))
