@@ -1,5 +1,6 @@
 """Input files: globs, and text identified by its content."""
 
+import gzip
 import os
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def test_globs_expand_to_sorted_files(folder):
     for language in ("en", "de"):
         (folder / f"part-d.{language}").write_text("new\n")
     assert ParallelText(globs, str(folder)).fingerprint != before
+
+
+def test_a_glob_does_not_match_a_file_and_its_compressed_copy(folder):
+    """As after ``gunzip --keep``: training would read every pair twice."""
+    with gzip.open(folder / "part-b.en.gz", "w") as file:
+        file.write(b"part-b en 1\n")
+    config = PairsConfig("text", ("part-b.en*",), ("part-b.de",))
+    with pytest.raises(UserError, match=r"matches both '.*part-b.en' and its compressed copy"):
+        ParallelText(config, str(folder))
+    (folder / "part-b.en").unlink()
+    with pytest.raises(UserError, match=r"different numbers of lines \(1 and 2\)"):
+        list(read_pairs(config, str(folder)))
 
 
 def test_a_file_whose_name_looks_like_a_glob(folder):

@@ -17,7 +17,8 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     """Return the file with this name or, for a glob, all matching files in sorted order.
 
     Relative names start from the folder or URL ``root``. The name of an existing file is never
-    treated as a glob. Raises ``UserError`` if a glob does not match any files.
+    treated as a glob. Raises ``UserError`` if a glob does not match any files, or matches a file
+    and its ``.gz`` copy.
     """
     name, root = os.path.expanduser(name), os.path.expanduser(root)
     full = name if is_url(name) else os.path.join(root, name)
@@ -36,6 +37,12 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
         raise UserError(
             f"{name!r} does not match any files. In a glob, * matches any characters, ? matches "
             f"one character, [ab] matches a or b, and ** matches any folders.{start}"
+        )
+    every = {str(file) for file in files}
+    if twice := next((file for file in sorted(every) if f"{file}.gz" in every), None):
+        raise UserError(
+            f"{name!r} matches both {twice!r} and its compressed copy, whose lines would count "
+            "twice; expected one of them. Remove or rename the other, or use a narrower glob."
         )
     return files
 
