@@ -84,8 +84,8 @@ def test_kernels_equal_attention_and_its_gradient(shape: tuple[int, ...]) -> Non
 
 
 def test_bfloat16_is_nearly_as_exact_as_the_reference_implementation() -> None:
-    """Like flash attention, the kernel also rounds the gradient of the scores for its matmuls, which
-    XLA's CPU backend does not do in the reference implementation.
+    """Like flash attention, the kernel also rounds the gradient of the scores for its matmuls. In
+    the reference implementation, XLA's CPU backend does not.
     """
     mask = attention_mask(_packed(33), _packed(33), causal=True)
     inputs = _inputs(33, 33, 64, 64, jnp.bfloat16)

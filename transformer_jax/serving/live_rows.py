@@ -18,8 +18,8 @@ _MAX_NUMBER = 2**30  # of a block's first sentence; numbers are int32 on the dev
 class LiveRows:
     """An engine's batch rows, filled with sentences as they arrive. Not thread-safe.
 
-    Produces the same hypotheses as ``Engine.search``. Elsewhere than on a CPU, scores can differ by
-    rounding errors, because XLA sums in a different order when there are fewer rows.
+    Produces the same hypotheses as ``Engine.search``. On accelerators and in float32, scores can
+    differ by rounding errors, because XLA sums in a different order when there are fewer rows.
 
     Attributes:
       largest: the engine's bucket.
