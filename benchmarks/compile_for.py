@@ -56,7 +56,6 @@ from benchmarks.hlo import (
 from benchmarks.in_turn import Answer, markdown
 from transformer_jax import Batch, Config, Engine, Transformer, UserError, batch_sharding, make_mesh
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
-from transformer_jax.decoding.length_buckets import make_block
 from transformer_jax.training.prepare import with_layout
 from transformer_jax.training.step import make_step_functions
 
@@ -189,15 +188,8 @@ def _search(config: Config, device: Any) -> Answer:
 def lowered_search(engine: Engine, sharding: Any = None) -> jax.stages.Lowered:
     """Lower the search of an engine's first bucket, for the device of ``sharding`` if given."""
     bucket = engine.buckets[0]
-    encoded = bucket._replace(rows=bucket.block_size)
-    padded = make_block(encoded, {}, engine._longest_target)
-    rows, block = jax.eval_shape(
-        lambda weights: (
-            engine.new_rows(bucket),
-            engine._search.encode(weights, padded, bucket=encoded),
-        ),
-        engine._weights,
-    )
+    with jax.disable_jit():  # a function with compiler options cannot be inside another
+        rows, block = jax.eval_shape(lambda: (engine.new_rows(bucket), engine.encode(bucket, {})))
     given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         (engine._weights, rows, block, np.int32(0), np.int32(0)),

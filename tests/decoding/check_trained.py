@@ -33,7 +33,7 @@ from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import abstract_model
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def main(arguments: Arguments) -> None:
     encoded = translator.tokenizer.source.encode(lines)
     [engine] = translator.engines
     if arguments.dtype:
-        config = dataclasses.replace(engine.model.config, dtype=arguments.dtype)
-        model = Transformer(config, rngs=nnx.Rngs(0))
-        nnx.update(model, nnx.state(engine.model, nnx.Param))
-        engine = Engine(model, engine.config)
+        graph = abstract_model(
+            dataclasses.replace(engine.model.config, dtype=arguments.dtype)
+        ).graph
+        engine = Engine(nnx.merge(graph, nnx.state(engine.model)), engine.config)
     limit = engine.longest_source - 1
     sentences = [Sentence(tokens[:limit]) for tokens in encoded if tokens]
     print(

@@ -84,15 +84,13 @@ def test_kernels_equal_attention_and_its_gradient(shape: tuple[int, ...]) -> Non
 
 
 def test_bfloat16_is_nearly_as_exact_as_the_reference_implementation() -> None:
-    """Like flash attention, the kernel also rounds the gradient of the scores for its matmuls. In
-    the reference implementation, XLA's CPU backend does not.
-    """
+    """Like flash attention, the kernel also rounds the gradient of the scores for its matmuls."""
     mask = attention_mask(_packed(33), _packed(33), causal=True)
     inputs = _inputs(33, 33, 64, 64, jnp.bfloat16)
     exact = _with_gradients(dot_product_attention, mask, [x.astype(np.float32) for x in inputs])
     ours, plain = (_with_gradients(f, mask, inputs) for f in (_kernel, dot_product_attention))
     for x, other, expected in zip(ours, plain, exact, strict=True):
-        assert np.linalg.norm(x - expected) < 1.5 * np.linalg.norm(other - expected)
+        assert np.linalg.norm(x - expected) < 1.3 * np.linalg.norm(other - expected)
 
 
 @pytest.mark.parametrize(

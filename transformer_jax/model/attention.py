@@ -86,7 +86,8 @@ def dot_product_attention(
     weights_BHTS = dropout(weights_BHTS.astype(v_BSHK.dtype), dropout_rate, dropout_key)
     # Otherwise, XLA's CPU backend would exchange the operands of a single sentence, and round
     # differently.
-    return jnp.einsum("BHTS,BHSK->BHTK", weights_BHTS, v_BSHK.swapaxes(1, 2)).swapaxes(1, 2)
+    out_BHTK = jax.lax.dot_general(weights_BHTS, v_BSHK, (((3,), (1,)), ((0, 1), (0, 2))))
+    return out_BHTK.swapaxes(1, 2)
 
 
 class Projection(nnx.Einsum):
