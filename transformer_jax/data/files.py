@@ -38,8 +38,8 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
             f"{name!r} does not match any files. In a glob, * matches any characters, ? matches "
             f"one character, [ab] matches a or b, and ** matches any folders.{start}"
         )
-    every = {str(file) for file in files}
-    if twice := next((file for file in sorted(every) if f"{file}.gz" in every), None):
+    names = dict.fromkeys(map(str, files))
+    if twice := next((each for each in names if f"{each}.gz" in names), None):
         raise UserError(
             f"{name!r} matches both {twice!r} and its compressed copy, whose lines would count "
             "twice; expected one of them. Remove or rename the other, or use a narrower glob."

@@ -32,12 +32,12 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
                 "Hugging Face Hub. Leave out the revision, or choose another name."
             )
         return folder
+    with needs_extra("pretrained"):
+        import huggingface_hub  # noqa: F401
     files = [*_FILES, "pytorch_model.bin"] if allow_pickle else _FILES
     name, _, tag = name.partition("@")
     try:
         found = _download(name, revision or tag or None, files)
-    except UserError:
-        raise
     except Exception as error:  # errors of huggingface_hub and of its HTTP client
         raise UserError(
             f"{name!r} is not a folder and cannot be downloaded ({one_line(error)}). Expected a "
@@ -54,8 +54,8 @@ def _download(name: str, revision: str | None, files: list[str]) -> str:
 
     ``snapshot_download`` waits for the first answer without a limit, so ask first.
     """
-    with needs_extra("pretrained"):
-        from huggingface_hub import HfApi, constants, errors, snapshot_download
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+
     try:
         HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled):
