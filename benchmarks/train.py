@@ -38,7 +38,6 @@ import numpy as np
 
 from benchmarks.in_turn import Answer, Engine, finish, measure, parser, workers
 from transformer_jax import BOS_ID, EOS_ID, PAD_ID, Config, load_config_file
-from transformer_jax.training.flops import training_flops
 
 ENGINES = ("ours", "torch_eager", "torch_compile")
 _NUM_BATCHES = 4
@@ -212,6 +211,8 @@ def main() -> None:
     if Path(arguments.config).exists():
         arguments.config = str(Path(arguments.config).absolute())
     job = vars(arguments)
+    from transformer_jax.training.flops import training_flops  # an older checkout has none
+
     config, pairs, length = read_config(job), job["pairs"] * job["devices"], job["length"]
     tokens = job["steps"] * pairs * length
     flops = job["steps"] * training_flops(config, pairs, length, length)
