@@ -52,9 +52,7 @@ def chart(rows: list[Comparison], text: str, faster: str, slower: str) -> Figure
     axes.axvline(1, color=text, linewidth=1, linestyle=":")
     axes.set_xlim(0, 1.5 * max(ratios))
     axes.set_xticks([])
-    axes.set_title(
-        "Our speed divided by the speed of other programs; dotted: equal", color=text, fontsize=10
-    )
+    axes.set_title("Our speed divided by theirs; dotted: equal", color=text, fontsize=10)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure
