@@ -21,7 +21,7 @@ from transformer_jax import (
     UserError,
     sinusoidal_positions,
 )
-from transformer_jax.interop.export import check_fields, write_sentencepiece
+from transformer_jax.interop.export import check_fields, write_json, write_sentencepiece
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits
 from transformer_jax.interop.weights import (
     Library,
@@ -108,8 +108,7 @@ def export_ctranslate2(
     spec.optimize(quantization=weights_type)
     spec.save(str(folder))
 
-    settings = for_ctranslate2(config, tokenizer)
-    (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_json(folder / "generation_config.json", for_ctranslate2(config, tokenizer))
 
 
 def pack_argos(

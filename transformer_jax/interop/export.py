@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformer_jax import ModelConfig, Tokenizer, UserError, local_workdir
 
@@ -33,6 +34,11 @@ def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], 
         (folder / name).write_bytes(side.model)
     source, target = (side.tokens(range(side.vocab_size)) for side in sides.values())
     return source, target
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an indented JSON object, in UTF-8."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_model_card(workdir: str, codes: tuple[str, ...], folder: Path) -> None:

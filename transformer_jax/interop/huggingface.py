@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from transformer_jax import EOS_ID, PAD_ID, UNK_ID, Config, Tokenizer, Transformer
-from transformer_jax.interop.export import check_fields, write_sentencepiece
+from transformer_jax.interop.export import check_fields, write_json, write_sentencepiece
 from transformer_jax.interop.families import ACTIVATIONS, FAMILIES
 from transformer_jax.interop.pretrained import Pretrained
 from transformer_jax.interop.search_settings import for_transformers, length_limits
@@ -50,8 +49,8 @@ def export_huggingface(
     generation = for_transformers(config, tokenizer)
     # from_pretrained needs the special token ids here; search settings go in the other file.
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}
-    _write_json(folder / "config.json", _config(config) | ids)
-    _write_json(folder / "generation_config.json", generation)
+    write_json(folder / "config.json", _config(config) | ids)
+    write_json(folder / "generation_config.json", generation)
     _write_tokenizer(config, tokenizer, folder)
 
 
@@ -93,7 +92,7 @@ def _config(config: Config) -> dict[str, Any]:
 
 def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
     tokens, _ = write_sentencepiece(tokenizer, folder)
-    _write_json(folder / "vocab.json", {token: i for i, token in enumerate(tokens)})
+    write_json(folder / "vocab.json", {token: i for i, token in enumerate(tokens)})
     settings = {
         "tokenizer_class": "MarianTokenizer",
         "model_max_length": length_limits(config)[0],
@@ -101,8 +100,4 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None
         "eos_token": tokens[EOS_ID],
         "unk_token": tokens[UNK_ID],
     }
-    _write_json(folder / "tokenizer_config.json", settings)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", settings)

@@ -54,7 +54,7 @@ class CTranslate2Rows:
         self.bucket, self.largest, self.running = bucket, bucket, list[Entry]()
         self.most = self.num_idle = bucket.rows
         self._config, self._tokenizer = translator.config, translator.tokenizer
-        self._settings = _settings(translator, json.loads(file.read_text()), folder)
+        self._settings = _settings(translator, json.loads(file.read_bytes()), folder)
         self._model = ctranslate2.Translator(
             str(folder),
             compute_type="int8" if self._config.weights == "int8" else "float32",
