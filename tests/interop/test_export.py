@@ -544,7 +544,7 @@ def test_suppressed_tokens_are_target_tokens(
     tie_embeddings, tmp_path, joint, separate, make
 ) -> None:
     tokenizer = joint if tie_embeddings == "all" else separate
-    [letter] = tokenizer.target.require_ids(["T"], "T")
+    [letter] = tokenizer.target.suppressed_ids(["T"])
     assert (tokenizer.source.tokens([letter]) == ["T"]) is (tie_embeddings == "all")
     config, model = make(tokenizer, num_layers=1, tie_embeddings=tie_embeddings)
     config = with_search(config, suppress=("T",))

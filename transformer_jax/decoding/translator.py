@@ -68,7 +68,7 @@ class Translator:
         """
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
-        suppress = tuple(tokenizer.target.require_ids(self.config.suppress, "decoding.suppress"))
+        suppress = tuple(tokenizer.target.suppressed_ids(self.config.suppress))
         self._forbidden = {UNK_ID, *suppress}
         self._glossary = self.tokenized(glossary or {}, "The glossary")
         self._devices = devices

@@ -128,4 +128,4 @@ def length_limits(config: Config) -> tuple[int, int]:
 
 
 def _forbidden(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:
-    return [PAD_ID, *tokenizer.target.require_ids(decoding.suppress, "decoding.suppress")]
+    return [PAD_ID, *tokenizer.target.suppressed_ids(decoding.suppress)]

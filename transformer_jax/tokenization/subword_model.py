@@ -165,16 +165,16 @@ class SubwordModel:
         """Convert tokens to ids. Unknown tokens become UNK_ID."""
         return [self._ids.get(token, UNK_ID) for token in tokens]
 
-    def require_ids(self, tokens: Sequence[str], field: str) -> list[int]:
-        """Convert the tokens in a config field to ids.
+    def suppressed_ids(self, tokens: Sequence[str]) -> list[int]:
+        """Convert the tokens of ``decoding.suppress`` to ids.
 
-        Raises ``UserError``, which names ``field``, for a token that is not in the vocabulary.
+        Raises ``UserError`` for a token that is not in the vocabulary.
         """
         for token in tokens:
             if token not in self._ids:
                 raise UserError(
-                    f"{field} contains {token!r}; expected tokens in the target vocabulary ('▁' "
-                    "is a space)."
+                    f"decoding.suppress contains {token!r}; expected tokens in the target "
+                    "vocabulary ('▁' is a space)."
                 )
         return self.ids(tokens)
 

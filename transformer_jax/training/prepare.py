@@ -180,7 +180,7 @@ def build_files(
             tokenizer = Tokenizer.train(texts["train"].pairs(), its)
         tokenizer = tokenizer.with_languages(its.source_language, its.target_language)
         tokenizer.save(run_dir.folder)
-    tokenizer.target.require_ids(config.decoding.suppress, "decoding.suppress")  # fail early
+    tokenizer.target.suppressed_ids(config.decoding.suppress)  # fail early
     built = {}
     for name in [name for name in texts if name != "test"]:
         built[name] = build_corpus(
