@@ -115,7 +115,7 @@ def parse_flags(
     return tyro.cli(arguments, prog=prog, args=argv, default=arguments(**defaults))
 
 
-def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
+def config_in_flags(argv: Sequence[str] | None) -> dict[str, Any]:
     """Return defaults for the ``config`` and ``settings`` fields of a program's arguments.
 
     ``config`` is the value of ``--config``, and ``settings`` is the config loaded from it. Without
@@ -125,8 +125,9 @@ def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
     return {"config": name, "settings": load_config_file(name) if name else Config()}
 
 
-def flag_values(argv: Sequence[str], name: str) -> list[str]:
-    """Return all values of the ``--name`` flag, which can be repeated.
+def flag_values(argv: Sequence[str] | None, name: str) -> list[str]:
+    """Return all values of the ``--name`` flag, which can be repeated, in ``argv`` (None:
+    ``sys.argv[1:]``).
 
     Other flags are parsed later, because their defaults can depend on these values.
     """

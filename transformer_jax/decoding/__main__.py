@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
         # Import lazily, so that Ctrl-C during a slow import exits without a traceback.
         from transformer_jax.decoding.program import decode
 
-        decode(sys.argv[1:] if argv is None else argv)
+        decode(argv)
 
     return run_program(work)
 

@@ -135,7 +135,7 @@ class Arguments:
     search: Annotated[DecodingConfig, _UNNAMED] = DecodingConfig()
 
 
-def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
+def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, Config]:
     """Parse and check the flags. Returns the flags and the first run's config, with its search
     settings overridden by the flags.
 
@@ -196,8 +196,8 @@ def local_copy(workdir: str) -> str:
     return str(existing_folder(workdir))
 
 
-def decode(argv: Sequence[str]) -> None:
-    """Run decode.py with these flags.
+def decode(argv: Sequence[str] | None) -> None:
+    """Run decode.py with these flags (None: ``sys.argv[1:]``).
 
     Raises:
         UserError: invalid flags or input. Output for lines before the invalid one is still written.

@@ -42,10 +42,10 @@ log = logging.getLogger("transformer_jax.serving")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program. Returns the exit status: 0 after SIGTERM, otherwise see ``run_program``."""
-    return run_program(lambda: _serve(sys.argv[1:] if argv is None else argv))
+    return run_program(lambda: _serve(argv))
 
 
-def _serve(argv: list[str]) -> None:
+def _serve(argv: list[str] | None) -> None:
     arguments, served = checked_flags(argv)
     # Import late, so that --help and flag errors do not load JAX.
     with needs_extra("serve"):

@@ -79,7 +79,7 @@ class Arguments:
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = DecodingConfig()
 
 
-def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
+def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[Served]]:
     """Parse and check the flags. Returns the flags and the models to serve.
 
     Raises:

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is None:
         _use_huge_pages()
-    return run_program(lambda: _train(sys.argv[1:] if argv is None else argv))
+    return run_program(lambda: _train(argv))
 
 
 def _use_huge_pages() -> None:
@@ -59,7 +59,7 @@ def _use_huge_pages() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _train(argv: list[str]) -> int:
+def _train(argv: list[str] | None) -> int:
     arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv))
     # JAX is imported only after flags are checked, so --help and errors appear immediately.
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
