@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.devices import on_device
@@ -162,7 +163,7 @@ class Scorer:
         ]
 
     def _in_batches(
-        self, run: Callable[..., jax.Array], pairs: Sequence[tuple[Tokens, Tokens]]
+        self, run: Callable[..., Array], pairs: Sequence[tuple[Tokens, Tokens]]
     ) -> list[np.ndarray | None]:
         """Call ``run(parameters, source_BL, target_BL)`` with batches of pairs of similar length.
         Returns the result rows in the order of ``pairs``. A pair that is too long gets None and a
@@ -178,7 +179,7 @@ class Scorer:
             said = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
             said += "are skipped."
             logger.warning(said, len(pairs) - len(padded), len(pairs), self.longest)
-        running: list[tuple[list[int], jax.Array]] = []
+        running: list[tuple[list[int], Array]] = []
         # Dispatch the longest pairs first, and all batches before waiting for the first result.
         in_order = sorted(padded, key=padded.__getitem__, reverse=True)
         for length, same in groupby(in_order, key=padded.__getitem__):
@@ -197,9 +198,7 @@ class Scorer:
                 found[i] = row
         return found
 
-    def _score_batch(
-        self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array
-    ) -> jax.Array:
+    def _score_batch(self, parameters: Any, source_BS: Array, target_BT: Array) -> Array:
         logger.info(
             "Compiling the scoring function for %d pairs of up to %d tokens.", *source_BS.shape
         )
@@ -209,8 +208,8 @@ class Scorer:
         return _label_log_probs(model, hidden, target_BT)
 
     def _align_batch(
-        self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array, *, layer: int | None
-    ) -> jax.Array:
+        self, parameters: Any, source_BS: Array, target_BT: Array, *, layer: int | None
+    ) -> Array:
         logger.info(
             "Compiling the alignment function for %d pairs of up to %d tokens.", *source_BS.shape
         )
@@ -218,10 +217,10 @@ class Scorer:
         return model.cross_attention(source_BS, target_BT, layer)
 
 
-def _label_log_probs(model: Any, hidden: Any, target_BT: jax.Array) -> jax.Array:
+def _label_log_probs(model: Any, hidden: Any, target_BT: Array) -> Array:
     """Compute target log-probabilities, a few positions at a time. Returns float32 [B, T]."""
 
-    def at_position(position: tuple[Any, jax.Array]) -> jax.Array:
+    def at_position(position: tuple[Any, Array]) -> Array:
         hidden, target_B = position
         logits_BV = model.logits(jax.tree.map(lambda x_BD: x_BD[:, None], hidden))[:, 0]
         label_B = jnp.take_along_axis(logits_BV, target_B[:, None], axis=-1)[:, 0]

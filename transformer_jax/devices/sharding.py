@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -124,7 +125,7 @@ def all_gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     Embeddings are converted back to float32, so their gradients are float32 sums.
     """
 
-    def gather(name: str, parameter: jax.Array, kept: NamedSharding) -> jax.Array:
+    def gather(name: str, parameter: Array, kept: NamedSharding) -> Array:
         if mesh.shape["fsdp"] == 1 or "fsdp" not in kept.spec:
             return parameter
         shard = jax.lax.with_sharding_constraint(parameter.astype(dtype), kept)
@@ -141,7 +142,7 @@ def unshard_embeddings(parameters: Any, mesh: Mesh) -> Any:
     place.
     """
 
-    def constrain(name: str, x: jax.Array, kept: NamedSharding) -> jax.Array:
+    def constrain(name: str, x: Array, kept: NamedSharding) -> Array:
         if mesh.size > 1 and name.endswith("matrix"):
             x = jax.lax.with_sharding_constraint(x, _without_fsdp(kept))
         return x

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection
@@ -49,13 +50,13 @@ class Embedding(nnx.Module):
     @jax.named_scope("embedding")
     def __call__(
         self,
-        tokens_BL: jax.Array,
-        positions_BL: jax.Array,
+        tokens_BL: Array,
+        positions_BL: Array,
         *,
         num_positions: int,
-        matrix_VD: jax.Array | None = None,
-        cut_BL: jax.Array | None = None,
-    ) -> jax.Array:
+        matrix_VD: Array | None = None,
+        cut_BL: Array | None = None,
+    ) -> Array:
         """Embed tokens at these positions. Returns [B, L, D]. ``positions_BL`` may broadcast.
 
         Args:
@@ -85,7 +86,7 @@ class Embedding(nnx.Module):
             x_BLD = self.norm(x_BLD)
         return x_BLD.astype(activation_dtype(config))
 
-    def _positions(self, length: int) -> jax.Array:
+    def _positions(self, length: int) -> Array:
         """Return the positional encodings of the first ``length`` positions, or of more."""
         config = self.config
         if config.positions == "interleaved" or config.positions == "tensor2tensor":
@@ -110,19 +111,19 @@ def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
 
 
 @jax.custom_jvp
-def relu(x: jax.Array) -> jax.Array:
+def relu(x: Array) -> Array:
     """Return max(x, 0), with gradient 0 at 0. The backward pass needs only the output."""
     return jax.nn.relu(x)
 
 
 @relu.defjvp
-def _relu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _relu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     # The barrier makes XLA store y instead of recomputing it from x in each matmul that uses it.
     y = jax.lax.optimization_barrier(relu(*primals))
     return y, jnp.where(y > 0, tangents[0], jnp.zeros((), y.dtype))
 
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": relu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
@@ -152,7 +153,7 @@ class FeedForward(nnx.Module):
 
     @checked
     @jax.named_scope("feed_forward")
-    def __call__(self, x_BLD: jax.Array, *, dropout_key: DropoutKey = None) -> jax.Array:
+    def __call__(self, x_BLD: Array, *, dropout_key: DropoutKey = None) -> Array:
         """Apply the network at every position. Returns [B, L, D]."""
         activation, hidden_BLF = _ACTIVATIONS[self.activation], self.inner(x_BLD)
         if self.gate is None:
@@ -201,12 +202,12 @@ class EncoderLayer(_Layer):
     @checked
     def __call__(
         self,
-        x_BSD: jax.Array,
-        mask_BHSS: jax.Array,
+        x_BSD: Array,
+        mask_BHSS: Array,
         *,
-        bias_BHLL: jax.Array | None = None,
+        bias_BHLL: Array | None = None,
         dropout_key: DropoutKey = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Apply the layer to [B, S, D]. ``dropout_key=None`` turns dropout off.
 
         ``bias_BHLL`` is added to the scores of self-attention; axis B can be 1.
@@ -225,15 +226,15 @@ class DecoderLayer(_Layer):
     @checked
     def __call__(
         self,
-        x_BTD: jax.Array,
-        memory_BSD: jax.Array | None,
-        self_mask_BHTT: jax.Array | None,
-        cross_mask_BHTS: jax.Array | None,
+        x_BTD: Array,
+        memory_BSD: Array | None,
+        self_mask_BHTT: Array | None,
+        cross_mask_BHTS: Array | None,
         *,
-        bias_BHLL: jax.Array | None = None,
+        bias_BHLL: Array | None = None,
         dropout_key: DropoutKey = None,
         cache: LayerAttention | None = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Apply the layer to [B, T, D]. ``dropout_key=None`` turns dropout off.
 
         ``bias_BHLL`` is added to the scores of self-attention; axis B can be 1. With a ``cache``,
@@ -242,14 +243,14 @@ class DecoderLayer(_Layer):
         """
         keys = as_keys(dropout_key)
 
-        def attend(y_BTD: jax.Array, dropout_key: DropoutKey) -> jax.Array:
+        def attend(y_BTD: Array, dropout_key: DropoutKey) -> Array:
             attention = self.self_attention
             if cache is None:
                 return attention(y_BTD, None, self_mask_BHTT, bias_BHLL, dropout_key=dropout_key)
             arrays = attention.project(y_BTD, packed=runs_kernels())
             return attention.output(cache.to_history(*arrays))
 
-        def attend_to_memory(y_BTD: jax.Array, dropout_key: DropoutKey) -> jax.Array:
+        def attend_to_memory(y_BTD: Array, dropout_key: DropoutKey) -> Array:
             attention = self.cross_attention
             if cache is None:
                 return attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=dropout_key)
@@ -282,11 +283,11 @@ class _Stack(nnx.Module):
     @checked
     def __call__(
         self,
-        x_BLD: jax.Array,
-        *context: jax.Array | None,
+        x_BLD: Array,
+        *context: Array | None,
         dropout_key: DropoutKey = None,
         caches: Sequence[LayerAttention] | None = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Apply all layers to [B, L, D]. Every layer gets the same ``context``."""
         keys = as_keys(dropout_key)
         if caches is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
@@ -65,7 +66,7 @@ def check_int8() -> None:
         )
 
 
-def quantize(equation: str, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize(equation: str, b: Array) -> tuple[Array, Array]:
     """Round the second input of an ``einsum`` to int8, with one scale per output channel.
 
     Returns the integers and ``scale``, which has the axes that are not summed.
@@ -79,13 +80,13 @@ def quantize(equation: str, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def einsum(
     equation: str,
-    a: jax.Array,
-    b: jax.Array,
+    a: Array,
+    b: Array,
     *,
     dtype: DTypeLike,
     result: DTypeLike,
-    scale: jax.Array | None = None,
-) -> jax.Array:
+    scale: Array | None = None,
+) -> Array:
     """Multiply two arrays as ``jnp.einsum`` does, and return an array of type ``result``.
 
     The axes that are summed must come first or last in each input, and the result must have the
@@ -99,7 +100,7 @@ def einsum(
     return jnp.einsum(equation, a, b, preferred_element_type=result)
 
 
-def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+def _quantized(equation: str, a: Array, b: Array, scale: Array) -> Array:
     a, b, b_axis, shape = _as_matrices(equation, a, b)
     # NaN and infinity make the whole row NaN.
     largest_M1 = jnp.max(jnp.abs(a), axis=1, keepdims=True)
@@ -110,19 +111,17 @@ def _quantized(equation: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> j
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _rounded(equation: str, a: Array, b: Array) -> Array:
     rounded = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     a, b, b_axis, shape = _as_matrices(equation, *rounded)
     return _multiply(a, b, b_axis, jnp.float32).reshape(shape)
 
 
-def _forward(equation: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _forward(equation: str, a: Array, b: Array) -> tuple[Array, tuple[Array, ...]]:
     return _rounded(equation, a, b), (a, b)
 
 
-def _backward(
-    equation: str, inputs: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _backward(equation: str, inputs: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     (a, b), (a_axes, b_axes, out) = inputs, equation.replace("->", ",").split(",")
     of_a = _rounded(f"{out},{b_axes}->{a_axes}", gradient, b)
     if b_axes[0] in a_axes:
@@ -135,7 +134,7 @@ def _backward(
 _rounded.defvjp(_forward, _backward)
 
 
-def output_major(equation: str, b: jax.Array) -> tuple[str, jax.Array]:
+def output_major(equation: str, b: Array) -> tuple[str, Array]:
     """Move the summed axes of the second input last. Returns the equation for that, and the input.
 
     In mixed precision and with int8, ``einsum`` is then fastest for few rows.
@@ -145,7 +144,7 @@ def output_major(equation: str, b: jax.Array) -> tuple[str, jax.Array]:
     return f"{a_axes},{moved}->{out}", jnp.einsum(f"{b_axes}->{moved}", b)
 
 
-def _multiply(a_MK: jax.Array, b: jax.Array, b_axis: int, result: DTypeLike) -> jax.Array:
+def _multiply(a_MK: Array, b: Array, b_axis: int, result: DTypeLike) -> Array:
     """Multiply two bfloat16 or int8 matrices, summing over axis ``b_axis`` of ``b``.
 
     If ``b`` is output-major (``b_axis`` is 1), a row's bits do not depend on the number of rows.
@@ -162,9 +161,7 @@ def _multiply(a_MK: jax.Array, b: jax.Array, b_axis: int, result: DTypeLike) -> 
     return out_MN[:rows]
 
 
-def _as_matrices(
-    equation: str, a: jax.Array, b: jax.Array
-) -> tuple[jax.Array, jax.Array, int, list[int]]:
+def _as_matrices(equation: str, a: Array, b: Array) -> tuple[Array, Array, int, list[int]]:
     """Merge the summed axes of each input, which come first or last, and its other axes.
 
     Returns both matrices, the second one's summed axis, and the shape of the result.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from transformer_jax.model.attention import Projection, attention_mask
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
@@ -29,9 +30,9 @@ _LOGITS = "BTD,VD->BTV"
 class AttentionWeights(NamedTuple):
     """Attention weights, one float32 array per layer. Padding rows are 0; other rows sum to 1."""
 
-    encoder: tuple[jax.Array, ...]  # [B, H, S, S] each
-    decoder: tuple[jax.Array, ...]  # [B, H, T, T] each: self-attention
-    cross: tuple[jax.Array, ...]  # [B, H, T, S] each: cross-attention
+    encoder: tuple[Array, ...]  # [B, H, S, S] each
+    decoder: tuple[Array, ...]  # [B, H, T, T] each: self-attention
+    cross: tuple[Array, ...]  # [B, H, T, S] each: cross-attention
 
 
 class Transformer(nnx.Module):
@@ -44,7 +45,7 @@ class Transformer(nnx.Module):
       softmax_scale: scales [V] of an int8 ``softmax_matrix`` (``with_cast_weights``).
     """
 
-    softmax_scale: nnx.Param[jax.Array] | None = None
+    softmax_scale: nnx.Param[Array] | None = None
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Initialize the parameters with ``rngs``."""
@@ -73,28 +74,28 @@ class Transformer(nnx.Module):
         )
 
     @property
-    def output_matrix_VD(self) -> jax.Array:
+    def output_matrix_VD(self) -> Array:
         """Softmax matrix, float32 [V, D]; the target embedding matrix if tied."""
         matrix = self.softmax_matrix
         return self._target_matrix_VD if matrix is None else matrix[...]
 
     @property
-    def _target_matrix_VD(self) -> jax.Array:
+    def _target_matrix_VD(self) -> Array:
         matrix = self.target_embedding.matrix
         assert matrix is not None
         return matrix[...]
 
     @property
-    def output_bias_V(self) -> jax.Array | None:
+    def output_bias_V(self) -> Array | None:
         """Softmax biases, float32 [V], or None."""
         return None if self.softmax_bias is None else self.softmax_bias[...]
 
     def __call__(
         self,
-        source_BS: jax.Array,
-        target_BT: jax.Array,
+        source_BS: Array,
+        target_BT: Array,
         **options: Any,
-    ) -> jax.Array:
+    ) -> Array:
         """Compute each target token's logits from the source and earlier tokens, float32 [B, T, V].
 
         Takes the same arguments as ``hidden``.
@@ -104,15 +105,15 @@ class Transformer(nnx.Module):
     @checked
     def hidden(
         self,
-        source_BS: jax.Array,
-        target_BT: jax.Array,
+        source_BS: Array,
+        target_BT: Array,
         *,
-        source_segments_BS: jax.Array | None = None,
-        target_segments_BT: jax.Array | None = None,
-        cut_BS: jax.Array | None = None,
-        cut_BT: jax.Array | None = None,
+        source_segments_BS: Array | None = None,
+        target_segments_BT: Array | None = None,
+        cut_BS: Array | None = None,
+        cut_BT: Array | None = None,
         dropout_key: DropoutKey = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Compute the decoder output [B, T, D] for ``logits`` or a loss that includes the softmax.
 
         Args:
@@ -150,7 +151,7 @@ class Transformer(nnx.Module):
         )
 
     @checked
-    def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
+    def attention_weights(self, source_BS: Array, target_BT: Array) -> AttentionWeights:
         """Compute attention weights of all layers and heads, one sentence per row, without dropout.
 
         Under ``jit``, layers and heads that are not used are not computed. Takes the same arguments
@@ -160,7 +161,7 @@ class Transformer(nnx.Module):
         model.set_attributes(sow_weights=True, remat=False)
         _, sown = nnx.capture(Transformer.hidden, nnx.Intermediate)(model, source_BS, target_BT)
 
-        def of(stack: str, attention: str, queries_BL: jax.Array) -> tuple[jax.Array, ...]:
+        def of(stack: str, attention: str, queries_BL: Array) -> tuple[Array, ...]:
             is_query_B1L1 = (queries_BL != PAD_ID)[:, None, :, None]
             layers = [layer[attention] for _, layer in sorted(sown[stack]["layers"].items())]
             return tuple(layer["weights"][0] * is_query_B1L1 for layer in layers)
@@ -171,9 +172,7 @@ class Transformer(nnx.Module):
             of("decoder", "cross_attention", target_BT),
         )
 
-    def cross_attention(
-        self, source_BS: jax.Array, target_BT: jax.Array, layer: int | None
-    ) -> jax.Array:
+    def cross_attention(self, source_BS: Array, target_BT: Array, layer: int | None) -> Array:
         """Compute a decoder layer's cross-attention weights [B, T, S], averaged over heads. None:
         the first head of ``alignment_layer``, if it is set, or the last layer.
         """
@@ -183,9 +182,7 @@ class Transformer(nnx.Module):
             return cross[chosen][:, 0]
         return cross[-1 if layer is None else layer].mean(axis=1)
 
-    def hidden_and_alignment(
-        self, *args: Any, aligned: bool, **options: Any
-    ) -> tuple[jax.Array, Any]:
+    def hidden_and_alignment(self, *args: Any, aligned: bool, **options: Any) -> tuple[Array, Any]:
         """Compute ``hidden`` and, if ``aligned``, the weights [B, T, S] of the first
         cross-attention head of ``alignment_layer``.
         """
@@ -202,12 +199,12 @@ class Transformer(nnx.Module):
     @checked
     def encode(
         self,
-        source_BS: jax.Array,
-        segments_BS: jax.Array | None = None,
+        source_BS: Array,
+        segments_BS: Array | None = None,
         *,
-        cut_BS: jax.Array | None = None,
+        cut_BS: Array | None = None,
         dropout_key: DropoutKey = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Encode padded source token ids as ``memory_BSD``."""
         keys = as_keys(dropout_key)
         packed = segments_BS is not None
@@ -230,13 +227,13 @@ class Transformer(nnx.Module):
     def _embed(
         self,
         embedding: Embedding,
-        tokens_BL: jax.Array,
-        positions_BL: jax.Array,
+        tokens_BL: Array,
+        positions_BL: Array,
         *,
         packed: bool,
-        cut_BL: jax.Array | None,
+        cut_BL: Array | None,
         keys: DropoutKey,
-    ) -> jax.Array:
+    ) -> Array:
         num_positions = tokens_BL.shape[1]
         if packed:  # a packed row can be longer than any sentence in it
             num_positions = min(num_positions, self.config.position_limit)
@@ -251,7 +248,7 @@ class Transformer(nnx.Module):
 
     @checked
     @jax.named_scope("logits")
-    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
+    def logits(self, hidden_BTD: Array) -> Array:
         """Compute logits of the next token, float32 [B, T, V]."""
         dtype, matrix_VD = compute_dtype(self.config), self.output_matrix_VD
         scale_V = None if self.softmax_scale is None else self.softmax_scale[...]
@@ -266,8 +263,8 @@ class Transformer(nnx.Module):
     @checked
     def start_cache(
         self,
-        memory_BSD: jax.Array,
-        source_mask_BS: jax.Array,
+        memory_BSD: Array,
+        source_mask_BS: Array,
         *,
         beam_size: int,
         max_length: int,
@@ -288,14 +285,12 @@ class Transformer(nnx.Module):
             source_capacity=source_capacity,
         )
 
-    def cross_keys_values(self, memory_BSD: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    def cross_keys_values(self, memory_BSD: Array) -> list[tuple[Array, Array]]:
         """Compute each decoder layer's cross-attention keys and values, both [B, S, H, K]."""
         return [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers]
 
     @checked
-    def decode_step(
-        self, tokens_BW: jax.Array, cache: DecoderCache
-    ) -> tuple[jax.Array, DecoderCache]:
+    def decode_step(self, tokens_BW: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
         """Run one decoding step on the last token of each hypothesis (``decoder_start`` at first).
 
         Returns:
@@ -304,7 +299,7 @@ class Transformer(nnx.Module):
         layers = cache.layers()
         return self.next_logits(tokens_BW, layers), cache.append(layers)
 
-    def next_logits(self, tokens_BW: jax.Array, layers: Sequence[LayerAttention]) -> jax.Array:
+    def next_logits(self, tokens_BW: Array, layers: Sequence[LayerAttention]) -> Array:
         """Compute the logits of ``decode_step``. ``layers`` collect the new keys and values."""
         cache = layers[0].cache
         held = cache.ancestors_BWT.shape[:2]
@@ -369,9 +364,9 @@ def with_cast_weights(model: M, weights: str = "auto") -> M:
     return model
 
 
-def _shift_right(x_BL: jax.Array) -> jax.Array:
+def _shift_right(x_BL: Array) -> Array:
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)))
 
 
-def _segments(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
+def _segments(tokens_BL: Array, segments_BL: Array | None) -> Array:
     return (tokens_BL != PAD_ID).astype(jnp.int32) if segments_BL is None else segments_BL

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
@@ -25,10 +26,10 @@ from transformer_jax.tokenization.special_ids import PAD_ID
 class LossSums(NamedTuple):
     """Sums over real target tokens, float32 scalars. Divide by ``tokens`` for means."""
 
-    loss: jax.Array  # objective, nats: label-smoothed cross-entropy and what settings add to it
-    nll: jax.Array  # negative log-likelihood, nats: exp(nll / tokens) is the perplexity
-    correct: jax.Array  # number of tokens whose label has the highest logit
-    tokens: jax.Array  # number of real target tokens
+    loss: Array  # objective, nats: label-smoothed cross-entropy and what settings add to it
+    nll: Array  # negative log-likelihood, nats: exp(nll / tokens) is the perplexity
+    correct: Array  # number of tokens whose label has the highest logit
+    tokens: Array  # number of real target tokens
 
 
 class TwoPasses(NamedTuple):
@@ -65,20 +66,20 @@ class _Settings(NamedTuple):
 
 
 # Differentiable inputs of the loss: hidden_BTD, matrix_VD, bias_V.
-_Inputs = tuple[jax.Array, jax.Array, jax.Array | None]
-_MaxAndSum = tuple[jax.Array, jax.Array]
+_Inputs = tuple[Array, Array, Array | None]
+_MaxAndSum = tuple[Array, Array]
 
 
 @checked
 @jax.named_scope("loss")
 def smoothed_cross_entropy(
-    hidden_BTD: jax.Array,
-    matrix_VD: jax.Array,
-    target_BT: jax.Array,
+    hidden_BTD: Array,
+    matrix_VD: Array,
+    target_BT: Array,
     *,
     label_smoothing: Fraction = 0.1,
     max_logits: int | None = None,
-    bias_V: jax.Array | None = None,
+    bias_V: Array | None = None,
     mesh: Mesh | None = None,
     passes: TwoPasses | None = None,
 ) -> LossSums:
@@ -116,7 +117,7 @@ def smoothed_cross_entropy(
 
 
 @checked
-def alignment_cross_entropy(weights_BTS: jax.Array, links_BT: jax.Array) -> jax.Array:
+def alignment_cross_entropy(weights_BTS: Array, links_BT: Array) -> Array:
     """Return the sum of -log(weight) over the links (guided alignment, Garg et al. 2019).
 
     Args:
@@ -130,7 +131,7 @@ def alignment_cross_entropy(weights_BTS: jax.Array, links_BT: jax.Array) -> jax.
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)  # when compiled, an unused gradient is not computed
-def _loss(settings: _Settings, target_BT: jax.Array, inputs: _Inputs) -> LossSums:
+def _loss(settings: _Settings, target_BT: Array, inputs: _Inputs) -> LossSums:
     return _sums_and_gradients(settings, target_BT, inputs)[0]
 
 
@@ -151,7 +152,7 @@ _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sums_and_gradients(
-    settings: _Settings, target_BT: jax.Array, inputs: _Inputs
+    settings: _Settings, target_BT: Array, inputs: _Inputs
 ) -> tuple[LossSums, _Inputs]:
     """Compute the loss sums, and the gradient of ``loss`` with respect to the inputs."""
     if settings.mesh is None:
@@ -161,7 +162,7 @@ def _sums_and_gradients(
     if len(inputs[1]) % shards == 0:
         settings = settings._replace(vocab_shards=shards)
 
-    def on_each_device(target_BT: jax.Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
+    def on_each_device(target_BT: Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
         sums, (d_hidden_BTD, *by_weights) = _on_device(settings, target_BT, inputs)
         by_weights = jax.tree.map(lambda x: x[None], by_weights)
         return jax.lax.psum(sums, BATCH_AXES), (d_hidden_BTD, *by_weights)
@@ -181,9 +182,7 @@ def _sums_and_gradients(
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
-def _on_device(
-    settings: _Settings, target_BT: jax.Array, inputs: _Inputs
-) -> tuple[LossSums, _Inputs]:
+def _on_device(settings: _Settings, target_BT: Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
     hidden_BTD, matrix_VD, bias_V = inputs
     weights_VD = matrix_VD.astype(hidden_BTD.dtype)
     multiply = partial(einsum, dtype=hidden_BTD.dtype)
@@ -196,7 +195,7 @@ def _on_device(
     mean_D = settings.over_vocab(jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
     bias_mean = None if bias_V is None else settings.over_vocab(jax.lax.pmean, bias_V.mean())
 
-    def in_chunks(x: jax.Array) -> jax.Array:
+    def in_chunks(x: Array) -> Array:
         rest = x.shape[2:]
         by_pass = x.reshape(-1, passes, time, *rest).swapaxes(0, 1).reshape(passes, count, *rest)
         # PAD_ID is 0
@@ -252,8 +251,8 @@ def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: i
 
 
 def _from_logits(
-    settings: _Settings, logits_LV: jax.Array, mean_L: jax.Array, target_L: jax.Array
-) -> tuple[LossSums, jax.Array]:
+    settings: _Settings, logits_LV: Array, mean_L: Array, target_L: Array
+) -> tuple[LossSums, Array]:
     """Compute the loss sums of a chunk, and the gradient of ``loss`` with respect to its logits."""
     epsilon, shard_size = settings.label_smoothing, logits_LV.shape[-1]
     vocab_size = shard_size * settings.vocab_shards
@@ -292,7 +291,7 @@ def _from_logits(
     return sums, d_logits_LV * real_L[:, None]
 
 
-def _softmax(settings: _Settings, logits_LV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _softmax(settings: _Settings, logits_LV: Array) -> tuple[Array, Array, Array]:
     """Return the maximum, log-sum-exp and probabilities of each row."""
     if settings.backend == "gpu":  # reading the logits takes longer than computing exponentials
         shard_top_L, total_L = _max_and_sum_of_exp(logits_LV.astype(jnp.float32))
@@ -308,7 +307,7 @@ def _softmax(settings: _Settings, logits_LV: jax.Array) -> tuple[jax.Array, jax.
     return top_L, top_L + jnp.log(total_L), exp_LV / total_L[:, None]
 
 
-def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _max_and_sum_of_exp(x_LV: Array) -> tuple[Array, Array]:
     """Return the maximum m and the sum of exp(x - m) of each row, in one pass over ``x_LV``."""
 
     def join(a: _MaxAndSum, b: _MaxAndSum) -> _MaxAndSum:
@@ -327,9 +326,7 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.reduce((top, total), (lowest, jnp.float32(0)), join, (1,))
 
 
-def _divergence(
-    settings: _Settings, log_probs_LV: jax.Array, probs_LV: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _divergence(settings: _Settings, log_probs_LV: Array, probs_LV: Array) -> tuple[Array, Array]:
     """Return the weighted KL divergence of each row, and the sum's gradient with respect to the
     logits.
 

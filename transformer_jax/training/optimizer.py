@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax import Array
 from optax.contrib import MuonDimensionNumbers
 
 from transformer_jax.devices.sharding import map_named
@@ -34,7 +35,7 @@ def learning_rate_schedule(
     assert steps or config.decay not in ("linear", "cosine"), f"{config.decay} decay needs steps"
     peak = config.peak_learning_rate or d_model**-0.5 * config.warmup_steps**-0.5
 
-    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+    def schedule(count: jax.typing.ArrayLike) -> Array:
         step = jnp.asarray(count, jnp.float32) + 1
         after = jnp.maximum(step - config.warmup_steps, 0)
         # fraction of the decay; the rate of the last step is still above 0
@@ -101,7 +102,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     Updates of matrices have an RMS of about 0.2, as Adam's have (Liu et al. 2025, equation 4).
     """
 
-    def axes(name: str, x: jax.Array) -> MuonDimensionNumbers | None:
+    def axes(name: str, x: Array) -> MuonDimensionNumbers | None:
         if not name.endswith(".kernel"):
             return None
         inputs = _input_axes(name, x)
@@ -120,7 +121,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 def _merged(parameters: Any) -> Any:
     """Merge the head axes of attention kernels: [D, H, K] to [D, H K], [H, K, D] to [H K, D]."""
 
-    def merge(name: str, x: jax.Array) -> jax.Array:
+    def merge(name: str, x: Array) -> Array:
         if x.ndim < 3:
             return x
         return x.reshape(math.prod(x.shape[: _input_axes(name, x)]), -1)
@@ -128,7 +129,7 @@ def _merged(parameters: Any) -> Any:
     return map_named(merge, parameters)
 
 
-def _input_axes(name: str, x: jax.Array) -> int:
+def _input_axes(name: str, x: Array) -> int:
     """Return the number of axes of a kernel's inputs, which come first: [D, H, K] and [H, K, D]."""
     return x.ndim - 1 if name.endswith("output.kernel") else 1
 

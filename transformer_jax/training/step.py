@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx, struct
+from jax import Array
 from jax.sharding import Mesh
 
 from transformer_jax.data.batching import Batch
@@ -43,26 +44,26 @@ Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_di
 class TrainState:
     """Training state. A step depends only on this state, the config and the corpus."""
 
-    step: jax.Array  # int32: number of completed steps, and index of the next one
+    step: Array  # int32: number of completed steps, and index of the next one
     parameters: Parameters
     optimizer: Any  # optax state
     ema: Parameters | None  # moving average of the parameters, if configured
-    bad_steps: jax.Array  # int32: number of steps skipped for a non-finite loss or gradient
-    bad_in_a_row: jax.Array  # int32
+    bad_steps: Array  # int32: number of steps skipped for a non-finite loss or gradient
+    bad_in_a_row: Array  # int32
     # uint32: config.seed. It is an input, not a constant, so runs that differ only in the seed can
     # share a compiled step in the compilation cache.
-    seed: jax.Array
+    seed: Array
 
 
 class StepMetrics(NamedTuple):
     """Metrics of one step over the global batch, as scalars on the device."""
 
     sums: LossSums
-    source_tokens: jax.Array  # excluding padding
-    gradient_norm: jax.Array  # before clipping
-    learning_rate: jax.Array
-    bad_steps: jax.Array
-    bad_in_a_row: jax.Array
+    source_tokens: Array  # excluding padding
+    gradient_norm: Array  # before clipping
+    learning_rate: Array
+    bad_steps: Array
+    bad_in_a_row: Array
 
 
 # XLA options for the training step by platform. On GPUs, cuBLASLt matmuls can add biases, apply
@@ -184,7 +185,7 @@ def _checking_rows(compiled: Any, mesh: Mesh, microbatches: int = 1) -> Any:
 def init_state(
     config: StepConfig,
     optimizer: optax.GradientTransformation,
-    seed: jax.Array,
+    seed: Array,
     parameters: Parameters | None = None,
 ) -> TrainState:
     """Create the initial state. Without ``parameters``, they are initialized from the seed."""
@@ -265,11 +266,11 @@ def train_step(
 def loss_and_sums(
     parameters: Parameters,
     batch: Batch,
-    dropout_key: jax.Array | None,
+    dropout_key: Array | None,
     *,
     config: StepConfig,
     mesh: Mesh,
-) -> tuple[jax.Array, LossSums]:
+) -> tuple[Array, LossSums]:
     """Compute a batch's total loss and its sums. Without a key, dropout, R-Drop and SimCut are
     off.
     """
@@ -315,7 +316,7 @@ def loss_and_sums(
     return sums.loss, sums
 
 
-def cut_tokens(tokens_BL: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+def cut_tokens(tokens_BL: Array, rate: float, key: Array) -> Array:
     """Choose the tokens to cut in the second pass of SimCut, which is in every second row.
 
     Chooses each token with this probability, but not EOS and padding. Returns bool [B, L].
@@ -326,10 +327,10 @@ def cut_tokens(tokens_BL: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
 
 def accumulated_gradients(
-    gradient: Callable[[Parameters, Batch, jax.Array], tuple[Parameters, LossSums]],
+    gradient: Callable[[Parameters, Batch, Array], tuple[Parameters, LossSums]],
     parameters: Parameters,
     batch: Batch,
-    dropout_key: jax.Array,
+    dropout_key: Array,
     *,
     microbatches: int,
 ) -> tuple[Parameters, LossSums]:
@@ -339,7 +340,7 @@ def accumulated_gradients(
     # Row r goes to microbatch r % microbatches, so devices keep their own rows.
     split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
-    def add(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def add(total: Any, numbered: tuple[Array, Batch]) -> tuple[Any, None]:
         number, microbatch = numbered
         key = jax.random.fold_in(dropout_key, number)
         return jax.tree.map(jnp.add, total, gradient(parameters, microbatch, key)), None
@@ -350,7 +351,7 @@ def accumulated_gradients(
 
 
 def moving_average(
-    ema: Parameters | None, parameters: Parameters, decay: float, good_steps: jax.Array
+    ema: Parameters | None, parameters: Parameters, decay: float, good_steps: Array
 ) -> Parameters | None:
     """Update the exponential moving average (EMA), if enabled, after ``good_steps`` updates.
 
