@@ -300,8 +300,10 @@ def test_token_ids_outside_the_vocabulary_give_no_result(engine, sentence):
 
 def test_models_of_an_ensemble_that_do_not_match():
     other = dataclasses.replace(MODEL, vocab_size=50)
+    start = dataclasses.replace(MODEL, decoder_start="pad")
     for models, message in [
         ([make_model(0), make_model(0, other)], r"are \[\(40, 40\), \(50, 50\)\]; expected one"),
+        ([make_model(0), make_model(0, start)], r"_start are \['bos', 'pad'\]; expected the"),
         ([], r"vocabulary sizes are \[\]; expected one or more"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -28,12 +28,20 @@ class Ensemble(nnx.Module):
     """Averages the probabilities of several models. Has the same methods as ``Transformer``."""
 
     def __init__(self, models: Sequence[Transformer]):
-        """Raise ``UserError`` if ``models`` is empty or their vocabulary sizes differ."""
+        """Raise ``UserError`` if ``models`` is empty, or if their vocabulary sizes or first decoder
+        inputs differ.
+        """
         sizes = list(map(vocabulary_sizes, models))
         if len(set(sizes)) != 1:
             raise UserError(
                 f"The models' (source, target) vocabulary sizes are {sizes}; expected one or more "
                 "models with the same sizes."
+            )
+        starts = [model.config.decoder_start for model in models]
+        if len(set(starts)) > 1:
+            raise UserError(
+                f"The models' model.decoder_start are {starts}; expected the same value, because "
+                "all models of an ensemble get the same decoder inputs."
             )
         self.models = nnx.List(models)
 
