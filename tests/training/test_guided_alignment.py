@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from number_names import number_names
-from runs import ONE, assert_same_runs, changed, entries, tiny
+from runs import ONE, assert_same_runs, changed, entries, no_evaluation, tiny
 
 from transformer_jax.data.batching import Batch
 from transformer_jax.data.loader import abstract_batch
@@ -32,6 +32,7 @@ from transformer_jax.settings.config import (
 )
 from transformer_jax.training.loop import train
 from transformer_jax.training.loss import alignment_cross_entropy
+from transformer_jax.training.prepare import prepare
 from transformer_jax.training.step import make_step_functions
 
 MODEL = ModelConfig(
@@ -234,3 +235,13 @@ def test_a_run_can_go_on_without_guided_alignment(
     assert "data.train.alignments has no effect: training.guided_alignment is 0." in caplog.text
     before, after = (entries(tmp_path / "run")[i] for i in (1, 2))
     assert before["loss"] > before["nll"] + 0.2 and after["loss"] < after["nll"] + 0.2
+
+
+def test_other_settings_without_effect_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = no_evaluation(tiny(patience=2, r_drop=5.0))
+    with prepare(config, tmp_path / "run", devices=ONE):
+        pass
+    assert "training.patience has no effect: no data.dev." in caplog.text
+    assert "training.r_drop has no effect: all dropout rates are 0." in caplog.text

@@ -222,8 +222,7 @@ def open_run(
         config = dataclasses.replace(config, model=model)
         mix = Mix(train, config.data.train) if len((train := corpora["train"]).sizes) > 1 else train
         plan = BatchPlan(mix, config.batch, seed=config.seed)
-        if plan.aligned and not config.training.guided_alignment:
-            log.warning("data.train.alignments has no effect: training.guided_alignment is 0.")
+        _warn_without_effect(config, aligned=plan.aligned)
     leaves = jax.tree.leaves(start and start[0])
     checksum = functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), leaves, 0)
     check_agreement(
@@ -257,6 +256,22 @@ def open_run(
         state,
         progress,
     )
+
+
+def _warn_without_effect(config: Config, *, aligned: bool) -> None:
+    model, training = config.model, config.training
+    has_dropout = model.dropout or model.attention_dropout or model.feed_forward_dropout
+    for name, is_idle, reason in (
+        (
+            "data.train.alignments",
+            aligned and not training.guided_alignment,
+            "training.guided_alignment is 0",
+        ),
+        ("training.patience", training.patience and not config.data.dev.is_given, "no data.dev"),
+        ("training.r_drop", training.r_drop and not has_dropout, "all dropout rates are 0"),
+    ):
+        if is_idle:
+            log.warning("%s has no effect: %s.", name, reason)
 
 
 def _dtype(run_dir: Workdir, model: ModelConfig, newest: int | None) -> Any:
