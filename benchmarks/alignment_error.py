@@ -19,7 +19,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformer_jax import UserError, read_lines
+from transformer_jax import UserError, read_lines, run_program
 
 
 class Errors(NamedTuple):
@@ -59,4 +59,4 @@ def main(gold: str, links: str = "") -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(run_program(lambda: tyro.cli(main)))

@@ -21,7 +21,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformer_jax import Request, Scorer, Translator, read_lines
+from transformer_jax import Request, Scorer, Translator, read_lines, run_program
 
 
 @dataclass(frozen=True)
@@ -132,4 +132,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    raise SystemExit(run_program(lambda: main(tyro.cli(Arguments))))

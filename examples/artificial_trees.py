@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import tyro
 
+from transformer_jax import run_program
+
 LABELS = "SABCDEFG"  # S labels the whole sentence
-RULES = 5  # per label
-WORDS = 60  # per rule
+RULES, WORDS = 5, 60  # per label; per rule
 SHAPES = ((0, 1), (0, 1), (0, 2), (1, 1))  # constituents before and after a rule's word
-DEEPEST = 6
-LENGTHS = range(5, 31)  # sentence lengths in words
+DEEPEST, LENGTHS = 6, range(5, 31)  # of a tree, in levels; of a sentence, in words
 
 
 class Rule(NamedTuple):
@@ -77,4 +77,4 @@ def main(trees: int = 1000, seed: int = 0, language: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(run_program(lambda: tyro.cli(main)))

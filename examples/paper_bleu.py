@@ -57,4 +57,4 @@ def moses(language: str) -> Callable[[str], str]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(tj.run_program(lambda: tyro.cli(main)))

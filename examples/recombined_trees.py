@@ -15,6 +15,7 @@ from random import Random
 
 import tyro
 
+from transformer_jax import UserError, run_program
 from transformer_jax.parsing.trees import Constituent, Parse, read_parses
 
 SHARE = 0.3  # of a tree's constituents
@@ -23,6 +24,8 @@ SHARE = 0.3  # of a tree's constituents
 def recombined(parses: Iterable[Parse], seed: int) -> Iterator[Parse]:
     """Yield an infinite stream of trees from ``parses`` with swapped constituents."""
     draw, whole = Random(seed), list(parses)
+    if not whole:
+        raise UserError("There are no trees; expected at least one in the files of --like.")
     alike = defaultdict[tuple[str, str], list[tuple[int, int]]](list)
     for number, parse in enumerate(whole):
         for place, kind in enumerate(kinds(parse)):
@@ -74,4 +77,4 @@ def main(like: tuple[Path, ...], trees: int = 1000, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(run_program(lambda: tyro.cli(main)))

@@ -49,9 +49,9 @@ def is_finished(run: Path) -> bool:
 
 
 def last_evaluation(run: Path) -> dict[str, float]:
-    """Read the last dev set results in metrics.jsonl."""
+    """Read the last dev set results in metrics.jsonl; none without a dev set."""
     entries = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [entry for entry in entries if entry["kind"] == "dev"][-1]
+    return [{}, *(entry for entry in entries if entry["kind"] == "dev")][-1]
 
 
 def spread(results: list[dict[str, float]], name: str, *, digits: int) -> str:
@@ -63,4 +63,4 @@ def spread(results: list[dict[str, float]], name: str, *, digits: int) -> str:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(tj.run_program(lambda: tyro.cli(main)))

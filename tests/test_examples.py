@@ -8,6 +8,8 @@ import functools
 import json
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -349,3 +351,34 @@ def test_table_3(run: Callable[..., str], tmp_path: Path) -> None:
     ]
     with pytest.raises(SystemExit, match="another has no runs of Table 3"):
         run("table3", folder=tmp_path / "another")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("recombined_trees", "--like missing", "'missing': No such file or directory; check the"),
+        ("recombined_trees", "--like /dev/null", "There are no trees; expected at least one in"),
+        ("paper_bleu", "--hypotheses missing --references b --language de", "'missing': No such"),
+    ],
+)
+def test_errors_are_one_line(
+    name: str,
+    flags: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [path] = [path for path in EXAMPLES if path.stem == name]
+    monkeypatch.setattr("sys.argv", [str(path), *flags.split()])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(path), run_name="__main__")
+    assert exit.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_trees_can_be_piped_to_a_program_that_stops_reading() -> None:
+    [path] = [path for path in EXAMPLES if path.stem == "artificial_trees"]
+    command = f"{sys.executable} {path} --trees 3000 | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("( (S ") and not done.stderr
