@@ -1,6 +1,7 @@
 """Ownership of a work directory: nothing of another program or run is changed or deleted."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,16 @@ def test_a_folder_of_another_program_is_refused_and_unchanged(
     with pytest.raises(UserError, match=r"config\.json"):
         train(CONFIG, URL if remote else folder, devices=ONE)
     assert (everything(folder), dict(store.store)) == before
+
+
+def test_a_finished_model_without_checkpoints_is_kept(tmp_path: Path) -> None:
+    """Checkpoints are only for resuming, so users may delete them."""
+    train(CONFIG, tmp_path / "run", devices=ONE)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = everything(tmp_path / "run")
+    with pytest.raises(UserError, match="has a finished model, but no checkpoint to resume from"):
+        train(CONFIG, tmp_path / "run", devices=ONE)
+    assert everything(tmp_path / "run") == before
 
 
 def test_runs_that_share_a_corpus_folder_keep_each_others_unfinished_files(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from transformer_jax.saved_models.checkpoint import (
     delete_checkpoint,
     newest_intact,
 )
+from transformer_jax.saved_models.model_folder import is_model
 from transformer_jax.saved_models.remote_workdir import (
     cached_folder,
     mirror_checkpoints,
@@ -32,6 +33,7 @@ from transformer_jax.saved_models.remote_workdir import (
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import from_json, to_json
 from transformer_jax.storage.files import (
+    MODEL,
     AnyPath,
     check_processes,
     files_in,
@@ -191,8 +193,9 @@ def open_run_dir(
     settings. A folder without a checkpoint is reused, with its corpora.
 
     Raises:
-      UserError: the folder is in use by another run, holds a run with another config, is a model
-        folder or is not a work directory. Its contents are unchanged.
+      UserError: the folder is in use by another run, holds a run with another config or a finished
+        model without checkpoints, is a model folder or is not a work directory. Its contents are
+        unchanged.
     """
     workdir.folder.mkdir(parents=True, exist_ok=True)
     _check_owner(workdir)
@@ -206,6 +209,12 @@ def open_run_dir(
             theirs = config_of(workdir.checkpoints / checkpoint_name(newest))
             differences = differences_on_resume(theirs, config)
             _check_changes(store, differences, allow_changes=allow_changes)
+        elif is_model(workdir.folder / MODEL):
+            raise UserError(
+                f"{store!r} has a finished model, but no checkpoint to resume from. To continue "
+                f"from the model, pass --training.start-from {store} and another --workdir; to "
+                f"train from scratch, choose another --workdir or delete {store}/{MODEL}."
+            )
         before = _token(workdir.folder)
         workdir.claim()  # before anything is deleted
         if newest is None:
