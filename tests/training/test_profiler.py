@@ -59,6 +59,8 @@ def test_a_resumed_run_profiles_the_remaining_steps(
     train(profiled("2:6"), workdir, devices=ONE)
     assert traced(workdir) == ([4, 5], 2)
     same_training(workdir, plain)
+    train(profiled("2:900"), workdir, devices=ONE)
+    assert "training.profile is '2:900', but the run resumes at step 8. Choose" in caplog.text
     train(profiled("2:6"), workdir, devices=ONE)  # the same command again
     message = "training.profile is '2:6', but the run resumes at step 8. Choose later steps."
     assert message in caplog.text

@@ -27,7 +27,7 @@ class Profiler:
         start, self._stop = map(int, (profile or "0:0").split(":"))
         self._start, self._trace = max(start, step), ExitStack()
         self._folder = run.workdir.folder / "profile" / f"process_{jax.process_index()}"
-        if profile and self._stop <= step:
+        if profile and min(self._stop, run.config.training.steps) <= step:
             log.warning(
                 f"training.profile is {profile!r}, but the run resumes at step {step}. Choose "
                 "later steps."
