@@ -58,6 +58,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
 
 
+def test_an_error_names_the_file_that_the_user_named(tmp_path) -> None:
+    (tmp_path / "folder").mkdir()
+    for path in tmp_path / "missing" / "file", tmp_path / "folder":
+        with pytest.raises(OSError) as raised:
+            write_atomically(path, "new")
+        assert raised.value.filename == str(path)
+
+
 def test_a_lock_is_held_until_the_end_and_waited_for_on_request(tmp_path) -> None:
     path, order = tmp_path / ".lock", []
 

@@ -188,7 +188,7 @@ def _replacing(path: AnyPath) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:  # for example a full disk
-        error.filename = error.filename or str(path)
+        error.filename = str(path)  # not the temporary file
         raise
     finally:
         temporary.unlink(missing_ok=True)
