@@ -19,6 +19,7 @@ import tyro
 
 from transformer_jax import PairsConfig, read_lines, read_pairs, run_program
 from transformer_jax.decoding.__main__ import main as decode
+from transformer_jax.support import check_not_input, write_atomically
 
 
 def main(
@@ -32,6 +33,8 @@ def main(
     scripts: tuple[str, str] = ("LATIN", "LATIN"),
 ) -> None:
     rules = [output / "rules.source", output / "rules.target"]
+    for file in (*rules, output / "source", output / "target"):
+        check_not_input(str(file), source, target)
     output.mkdir(parents=True, exist_ok=True)
     if not rules[1].exists():
         seen, counts, kept = set[bytes](), Counter[str](), list[tuple[str, str]]()
@@ -65,15 +68,12 @@ def main(
 
 
 def is_mostly(line: str, script: str) -> bool:
-    names = [unicodedata.name(letter, "") for letter in line if letter.isalpha()]
-    return 2 * sum(name.startswith(script) for name in names) >= len(names)
+    return sum(2 * unicodedata.name(x, "").startswith(script) - 1 for x in line if x.isalpha()) >= 0
 
 
 def write(pairs: list[tuple[str, str]], files: list[Path]) -> None:
     for side, file in enumerate(files):
-        new = file.with_name(f"{file.name}.new")
-        new.write_text("".join(f"{pair[side]}\n" for pair in pairs))
-        new.replace(file)
+        write_atomically(file, "".join(f"{pair[side]}\n" for pair in pairs))
 
 
 if __name__ == "__main__":

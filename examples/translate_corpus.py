@@ -18,6 +18,7 @@ import tyro
 
 from transformer_jax import read_lines, run_program
 from transformer_jax.decoding.__main__ import main as decode
+from transformer_jax.support import check_not_input
 
 
 def main(
@@ -31,6 +32,8 @@ def main(
     temperature: float = 1.0,
     max_ratio: float = 3.0,
 ) -> None:
+    for name in ("source", "target"):
+        check_not_input(str(output / name), input)
     output.mkdir(parents=True, exist_ok=True)
     file = output / shard.replace("/", "-of-")
     given = ["--workdir", *workdir, "--input", input, "--output", str(file), "--resume"]

@@ -377,6 +377,18 @@ def test_errors_are_one_line(
     assert line.startswith(f"error: {message}")
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_corpus_is_not_overwritten(side: str, run: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / side).write_text("one\n")
+    given = str(tmp_path / side)
+    pair = {"source": "x", "target": "x"} | {side: given}
+    message = f"{side}' is also an input; expected another file"
+    with pytest.raises(transformer_jax.UserError, match=message):
+        run("clean_pairs", **pair, output=tmp_path)
+    with pytest.raises(transformer_jax.UserError, match=message):
+        run("translate_corpus", workdir=("W",), input=given, output=tmp_path)
+
+
 def test_trees_can_be_piped_to_a_program_that_stops_reading() -> None:
     [path] = [path for path in EXAMPLES if path.stem == "artificial_trees"]
     command = f"{sys.executable} {path} --trees 3000 | head -1"
