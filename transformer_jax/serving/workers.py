@@ -174,7 +174,9 @@ class Workers:
             rows.resize(max(len(rows.running), share))
             block = self._admit(rows, waiting, may_evict=len(work) == 1)
             num_steps = max(_STEPS, _STEPS_OF_ONE // rows.bucket.rows)
-            rows.turn(block, 0 if block and waiting else num_steps)
+            # No steps yet if waiting sentences can take more rows.
+            admits = block and waiting and len(block) != rows.num_idle
+            rows.turn(block, 0 if admits else num_steps)
 
     def _wait_for_work(self, searches: Sequence[Rows]) -> bool:
         """Wait for a waiting or running sentence. Returns False after ``stop``."""
