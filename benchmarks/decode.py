@@ -62,7 +62,7 @@ def numbered_tokens(vocab_size: int) -> Any:
         model=b"",
         vocab_size=vocab_size,
         tokens=lambda ids: [names[i] for i in ids],
-        require_ids=lambda *_: [],
+        suppressed_ids=lambda _: [],
     )
     return SimpleNamespace(source=side, target=side, joint=True, vocabulary=False, pretrained=b"")
 
