@@ -15,10 +15,10 @@ NUMBERS := 'forty-two' 'Seventeen thousand, six hundred and eight.' \
 # What `make quick` runs: no training runs, no engine, no other toolkit.
 QUICK := tests/test_layout.py tests/settings/test_config.py tests/test_cli.py tests/test_docs.py \
 	tests/test_launch.py tests/tokenization/test_tokenizer.py tests/test_evaluation.py tests/data tests/parsing \
-	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/decoding/test_records.py
+	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/translation/test_records.py
 
-# The tests of the branches (serving, interop, parsing, report) and of what uses them.
-BRANCHES := tests/interop tests/parsing tests/serving tests/test_benchmarks.py tests/test_figures.py \
+# The tests of the branches (serving, export, parsing, report) and of what uses them.
+BRANCHES := tests/export tests/parsing tests/serving tests/test_benchmarks.py tests/test_figures.py \
 	tests/test_report.py tests/test_sentence_attention.py tests/test_wheel.py
 
 # Python compiles modules when they are first imported; few of those installed are. Container images
@@ -60,7 +60,7 @@ types: $(VENV)/.installed  ## mypy
 unit: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## every test; also installs PyTorch and CTranslate2 to compare with
 	$(PYTEST)
 
-trunk: $(VENV)/.installed-compare  ## the tests of settings, data, model, training and decoding
+trunk: $(VENV)/.installed-compare  ## the tests of the package without its branches
 	$(PYTEST) $(BRANCHES:%=--ignore=%)
 
 branches: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## the other tests

@@ -2,7 +2,7 @@
 
 import sys
 
-from transformer_jax.decoding.__main__ import main
+from transformer_jax.translation.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

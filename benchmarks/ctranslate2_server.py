@@ -2,7 +2,7 @@
 
     python -m benchmarks.ctranslate2_server --model M --port 8000
 
-``M`` is a folder from ``python -m transformer_jax.interop export --format ctranslate2``. POST
+``M`` is a folder from ``python -m transformer_jax.export --format ctranslate2``. POST
 /translate takes and returns JSON as ours does, for a single sentence. One thread per CTranslate2
 worker takes the oldest waiting requests, at most ``--batch``, and translates them in one call
 (dynamic batching). With ``--batch 1``, each request is one call.

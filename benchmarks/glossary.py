@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.in_turn import Table, finish, parser
 from transformer_jax.data.sources import read_lines
-from transformer_jax.decoding.glossary import read_glossary
+from transformer_jax.translation.glossary import read_glossary
 
 
 def words(line: str) -> set[str]:
@@ -59,7 +59,7 @@ def likely_terms(pairs: Sequence[tuple[str, str]], number: int, least: int) -> d
 def quality(arguments: Any, pairs: Sequence[tuple[str, str]], terms: Any) -> Table:
     """Translate the lines with terms, without the glossary and with it."""
     from transformer_jax import Translator, bleu
-    from transformer_jax.decoding.glossary import unmet
+    from transformer_jax.translation.glossary import unmet
 
     settings = {"beam_size": arguments.beam_size, "batch_size": arguments.batch_size}
     translator = Translator.from_workdir(arguments.workdir, glossary=terms, **settings)

@@ -30,7 +30,7 @@ import transformers
 from flax import nnx
 
 from transformer_jax import DecodingConfig, Engine, Sentence, smoothed_cross_entropy
-from transformer_jax.interop.huggingface_import import import_huggingface
+from transformer_jax.pretrained.loading import import_huggingface
 
 SOURCE, TARGET = 24, 32
 

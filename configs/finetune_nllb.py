@@ -11,7 +11,7 @@ of a run have the two languages of the flags; the tuned model still has its othe
 
 from dataclasses import replace
 
-from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.pretrained.loading import local_workdir
 from transformer_jax.settings.config import (
     BatchConfig,
     Config,

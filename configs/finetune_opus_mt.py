@@ -10,7 +10,7 @@ several target languages begin with a tag, such as ">>deu<< ".
 
 from dataclasses import replace
 
-from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.pretrained.loading import local_workdir
 from transformer_jax.settings.config import (
     BatchConfig,
     Config,

@@ -18,8 +18,8 @@ import numpy as np
 import tyro
 
 from transformer_jax import PairsConfig, read_lines, read_pairs, run_program
-from transformer_jax.decoding.__main__ import main as decode
-from transformer_jax.support import check_not_input, write_atomically
+from transformer_jax.storage.files import check_not_input, write_atomically
+from transformer_jax.translation.__main__ import main as decode
 
 
 def main(

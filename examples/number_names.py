@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from transformer_jax.support import needs_extra
+from transformer_jax.errors import needs_extra
 
 with needs_extra("demo"):
     from num2words import num2words

@@ -17,7 +17,7 @@ import tyro
 from sacrebleu.metrics import BLEU
 
 import transformer_jax as tj
-from transformer_jax.support import needs_extra
+from transformer_jax.errors import needs_extra
 
 
 def main(hypotheses: Path, references: Path, language: str, tokenized: bool = False) -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 
 import transformer_jax as tj
 from transformer_jax.data.sources import read_pairs
-from transformer_jax.interop.huggingface import export_huggingface
+from transformer_jax.export.huggingface import export_huggingface
 
 LANGUAGES = ["eng_Latn", "deu_Latn", "fra_Latn"]
 

@@ -17,8 +17,8 @@ from typing import Literal
 import tyro
 
 from transformer_jax import read_lines, run_program
-from transformer_jax.decoding.__main__ import main as decode
-from transformer_jax.support import check_not_input
+from transformer_jax.storage.files import check_not_input
+from transformer_jax.translation.__main__ import main as decode
 
 
 def main(

@@ -28,13 +28,13 @@ from benchmarks.all import Part, Program
 from benchmarks.chart import COLORS, chart, comparisons
 from benchmarks.in_turn import markdown, measure
 from benchmarks.train import torch_loss
-from transformer_jax.decoding.program import decode
 from transformer_jax.errors import UserError
-from transformer_jax.interop.pytorch import to_torch
+from transformer_jax.export.pytorch import to_torch
 from transformer_jax.model.attention import attention_mask
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import Config, DataConfig, DecodingConfig, ModelConfig
 from transformer_jax.training.loss import smoothed_cross_entropy
+from transformer_jax.translation.program import decode
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """

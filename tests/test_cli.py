@@ -60,7 +60,7 @@ def test_exit_statuses() -> None:
         "-m transformer_jax.serving --workdir w --port 0",
         "-m transformer_jax.report --workdir w --output w/r",
         "-m transformer_jax.report.heat_maps --workdir w --text x --output w/r",
-        "-m transformer_jax.interop import --input w --workdir w",
+        "-m transformer_jax.pretrained import --input w --workdir w",
         "-m transformer_jax.parsing score --gold w --parses w",
     ],
 )

@@ -20,11 +20,7 @@ import pytest
 from flax import nnx
 from random_models import write_run
 
-from transformer_jax.decoding import __main__ as program
 from transformer_jax.decoding import ensemble
-from transformer_jax.decoding.program import Files, ScoringFlags, checked_flags
-from transformer_jax.decoding.records import Results
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import (
@@ -37,6 +33,10 @@ from transformer_jax.settings.config import (
 )
 from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation import __main__ as program
+from transformer_jax.translation.program import Files, ScoringFlags, checked_flags
+from transformer_jax.translation.records import Results
+from transformer_jax.translation.translator import Translator
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = ["one two three", "", "four five", "three one five two", "   ", "two two", "five"]
@@ -553,7 +553,7 @@ def test_a_named_pipe_is_read_once(decode, expected, tmp_path):
 def test_invalid_flags_are_reported_before_jax_is_imported(workdir):
     code = """
 import sys
-from transformer_jax.decoding.__main__ import main
+from transformer_jax.translation.__main__ import main
 for flags in (["--beam-size", "0"], ["--output", "x.gz"], ["--nbest", "3"]):
     assert main([*sys.argv[1:], *flags]) == 2 and "jax" not in sys.modules, flags
 """

@@ -173,8 +173,8 @@ def _flags(program: str) -> set[str]:
 @pytest.mark.parametrize(
     ("page", "programs", "command"),
     [
-        ("decoding", ("decoding", "report.heat_maps"), "decode.py"),
-        ("serving", ("serving", "decoding"), "transformer-serve"),
+        ("decoding", ("translation", "report.heat_maps"), "decode.py"),
+        ("serving", ("serving", "translation"), "transformer-serve"),
     ],
 )
 def test_flags_on_a_page_exist(page: str, programs: tuple[str, ...], command: str) -> None:
@@ -258,7 +258,7 @@ def test_documented_training_commands_can_be_parsed(
 ) -> None:
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text(to_json(Config()))
-    folder = "transformer_jax.saved_models.remote_workdir.local_workdir"
+    folder = "transformer_jax.pretrained.loading.local_workdir"
     monkeypatch.setattr(folder, lambda _: tmp_path)  # the model that finetune_* recipes start from
     flags = [flag for flag in flags if flag != "FLAGS"]
     arguments = parse_flags(Arguments, flags, defaults=config_in_flags(flags))

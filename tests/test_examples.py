@@ -22,11 +22,12 @@ import transformers
 from random_models import lines_of_words, make_model, train_tokenizer
 
 import transformer_jax
-from transformer_jax.decoding.__main__ import main as decode
-from transformer_jax.interop.__main__ import main as interop
+from transformer_jax.export.__main__ import main as export
 from transformer_jax.parsing.__main__ import main as parsing
 from transformer_jax.parsing.trees import read_parses
+from transformer_jax.pretrained.__main__ import main as pretrained
 from transformer_jax.training.__main__ import main as train
+from transformer_jax.translation.__main__ import main as decode
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
@@ -99,7 +100,7 @@ def test_recipes_fine_tune_random_pretrained_models(
     codes = ["eng_Latn", "deu_Latn"] if family == "nllb" else []
     names = ("source-language", "target-language")
     languages = [word for pair in zip(names, codes) for word in (f"--{pair[0]}", pair[1])]
-    assert interop(["import", "--input", name, "--workdir", "imported", *languages]) == 0
+    assert pretrained(["import", "--input", name, "--workdir", "imported", *languages]) == 0
     flags = ["--config", f"finetune_{family}:imported", "--workdir", "tuned"]
     flags += ["--data.train.source", "train.en", "--data.train.target", "train.de"]
     flags += ["--data.workers", "1", "--batch.tokens", "2048", "--batch.buckets", "1"]
@@ -116,8 +117,8 @@ def test_recipes_fine_tune_random_pretrained_models(
     command = ["--workdir", "tuned", "--input", "dev.en", "--output", "dev.out"]
     assert decode([*command, "--beam-size", "1"]) == 0
     assert len(Path("dev.out").read_text().splitlines()) == 32
-    command = ["export", "--workdir", "tuned", "--format", "huggingface", "--output", "exported"]
-    assert interop(command) == 0
+    command = ["--workdir", "tuned", "--format", "huggingface", "--output", "exported"]
+    assert export(command) == 0
     theirs = {"nllb": "M2M100ForConditionalGeneration", "t5": "T5ForConditionalGeneration"}
     loaded = getattr(transformers, theirs.get(family, "MarianMTModel"))
     _, info = loaded.from_pretrained("exported", output_loading_info=True)

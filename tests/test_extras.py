@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.support import needs_extra
+from transformer_jax.errors import needs_extra
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -23,7 +23,7 @@ USES = {  # code that needs the packages of an extra
     "paper": "import runpy; runpy.run_path('examples/paper_bleu.py')['moses']('de')",
     "report": "from transformer_jax.report.__main__ import Arguments, _run\n"
     "_run(Arguments(('.',), 'report.html'))",
-    "interop": "from transformer_jax.interop.ctranslate2 import _spec; _spec(None)",
+    "export": "from transformer_jax.export.ctranslate2 import _spec; _spec(None)",
     "gcs": "from transformer_jax.storage.files import to_path; to_path('gs://bucket/run')",
     "s3": "from transformer_jax.storage.files import to_path; to_path('s3://bucket/run')",
 }

@@ -55,7 +55,7 @@ BLOCKS = [
     block
     for name in (
         *("README.md", "docs/library.md", "docs/decoding.md", "docs/serving.md"),
-        *("docs/parsing.md", "docs/interop.md"),
+        *("docs/parsing.md", "docs/export.md"),
         *("docs/tutorials/from_flax_wmt.md", "docs/tutorials/one_module.md"),
     )
     for block in blocks(name)
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         # Few short sentences on one device: each length, width and device takes a compilation.
         patch.setattr(transformer_jax, "train", _train)
         patch.setattr("transformer_jax.decoding.devices.find_devices", lambda: jax.devices()[:1])
-        imported = "transformer_jax.decoding.translator.pretrained_workdir"
+        imported = "transformer_jax.translation.translator.pretrained_workdir"
         patch.setattr(imported, lambda _: "runs/toy")  # instead of a download
         runpy.run_path(str(ROOT / "examples" / "number_names.py"))["main"](train=500)
         [training] = TRAINS

@@ -17,10 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from random_models import lines_of_words, make_model, train_tokenizer
 
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.report import __main__ as program
 from transformer_jax.report.page import word_diff
-from transformer_jax.saved_models.model_folder import save_model
+from transformer_jax.runs.model_folder import save_model
 from transformer_jax.settings.config import (
     Config,
     DataConfig,
@@ -29,6 +28,7 @@ from transformer_jax.settings.config import (
     TrainingConfig,
 )
 from transformer_jax.settings.config_files import to_json
+from transformer_jax.translation.translator import Translator
 
 LINES = lines_of_words(12)
 HOSTILE = "<script>alert(1)</script><img src='http://example.org/a.png'>"

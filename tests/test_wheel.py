@@ -16,7 +16,7 @@ import pytest
 from random_models import make_model, train_tokenizer
 from servers import CONFIG, LINES, running, write_served_run
 
-from transformer_jax.decoding.translator import Translator
+from transformer_jax.translation.translator import Translator
 
 ROOT = Path(__file__).resolve().parents[1]
 

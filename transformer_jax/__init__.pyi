@@ -11,9 +11,7 @@ from .decoding.devices import devices_for_rows
 from .decoding.engine import Engine
 from .decoding.ensemble import Ensemble
 from .decoding.length_buckets import Bucket
-from .decoding.records import Request, Translation
 from .decoding.sampling import Sampling
-from .decoding.scoring import Scorer
 from .decoding.search import (
     Hypothesis,
     SearchResult,
@@ -21,7 +19,6 @@ from .decoding.search import (
     gather_beams,
     search,
 )
-from .decoding.translator import Translator
 from .devices.sharding import batch_sharding, make_mesh, state_shardings
 from .errors import UserError
 from .evaluation import bleu, chrf
@@ -30,8 +27,8 @@ from .model.kv_cache import DecoderCache
 from .model.layers import Decoder, DecoderLayer, Embedding, Encoder, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
 from .model.transformer import Transformer
-from .saved_models.model_folder import load_model, save_model
-from .saved_models.remote_workdir import local_workdir
+from .pretrained.loading import load_model, local_workdir
+from .runs.model_folder import save_model
 from .serving.async_translator import AsyncTranslator
 from .serving.workers import SearchFailed
 from .settings.config import (
@@ -53,6 +50,9 @@ from .tokenization.tokenizer import Tokenizer
 from .training.loop import train
 from .training.loss import TwoPasses, smoothed_cross_entropy
 from .training.optimizer import learning_rate_schedule, make_optimizer
+from .translation.records import Request, Translation
+from .translation.scoring import Scorer
+from .translation.translator import Translator
 
 __all__ = [
     "BOS_ID",

@@ -14,7 +14,6 @@ from flax import nnx
 
 from benchmarks import hlo
 from benchmarks.compile_for import lowered_search
-from transformer_jax.decoding import scoring
 from transformer_jax.decoding.engine import _COMPILER_OPTIONS, Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.search import Sentence
@@ -22,6 +21,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model import matmul
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig, ModelConfig
+from transformer_jax.translation import scoring
 
 VOCAB = 40
 MODEL = ModelConfig(

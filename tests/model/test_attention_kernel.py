@@ -15,10 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from reference import against_reference, with_gradients
 
 from benchmarks.hlo import collectives
-from transformer_jax.decoding import scoring
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.decoding.length_buckets import make_block
-from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.devices.sharding import batch_sharding, make_mesh
 from transformer_jax.model import attention_kernel
@@ -30,6 +28,8 @@ from transformer_jax.model.attention import (
 from transformer_jax.model.attention_kernel import short_attention
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import DecodingConfig, MeshConfig, ModelConfig
+from transformer_jax.translation import scoring
+from transformer_jax.translation.scoring import Scorer
 
 # T, S, d_k, d_v: powers of two, or lengths that leave a block partly empty
 SHAPES = [

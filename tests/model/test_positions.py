@@ -1,4 +1,4 @@
-"""Positional encodings: sinusoids, relative bias. Buckets: tests/interop/test_families.py."""
+"""Positional encodings: sinusoids, relative bias. Buckets: tests/pretrained/test_families.py."""
 
 import jax.numpy as jnp
 import numpy as np

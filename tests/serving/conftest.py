@@ -8,9 +8,9 @@ import pytest
 from random_models import make_model, train_tokenizer
 from servers import CONFIG, LINES, Server, make_model_to_serve, serving
 
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.service import Service
+from transformer_jax.translation.translator import Translator
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,7 @@ import jax
 import pytest
 from servers import LINES, Server, make_model_to_serve, serving
 
-from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.search import Sentence
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.async_translator import AsyncTranslator
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.live_rows import LiveRows
@@ -32,6 +30,8 @@ from transformer_jax.serving.text import cut
 from transformer_jax.serving.workers import Entry, SearchFailed
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.records import Request, Translation
+from transformer_jax.translation.translator import Translator
 
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 HEAD = b"POST /translate HTTP/1.1\r\nHost: x\r\n"

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import LINES, Server, make_model_to_serve
 
-from transformer_jax.decoding.records import Request
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
+from transformer_jax.translation.records import Request
+from transformer_jax.translation.translator import Translator
 
 # FUZZ=600 runs more examples.
 FUZZ = settings(

@@ -10,12 +10,12 @@ import ctranslate2
 import pytest
 from servers import LINES, Server, serving, write_served_run
 
-from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.errors import UserError
-from transformer_jax.interop.ctranslate2 import export_ctranslate2
-from transformer_jax.saved_models.model_folder import load_model
+from transformer_jax.export.ctranslate2 import export_ctranslate2
+from transformer_jax.pretrained.loading import load_model
 from transformer_jax.serving.__main__ import _load
 from transformer_jax.serving.flags import checked_flags
+from transformer_jax.translation.scoring import Scorer
 
 FLAGS = ["--languages", "en-de", "--engine", "ctranslate2"]
 
@@ -95,7 +95,7 @@ def test_log_probabilities_are_those_of_the_model(server, workdir) -> None:
 
 def test_an_export_is_needed(workdir, tmp_path, translator) -> None:
     write_served_run(tmp_path, translator)
-    with pytest.raises(UserError, match="interop export .* --format ctranslate2"):
+    with pytest.raises(UserError, match="transformer_jax.export .* --format ctranslate2"):
         _load(*checked_flags(["--workdir", str(tmp_path), *FLAGS]))
     flags = ["--workdir", str(workdir), *FLAGS]
     with pytest.raises(UserError, match="'sample', which --engine ctranslate2 does not support"):

@@ -16,13 +16,13 @@ import pytest
 from servers import LINES, Reply, Server, answering
 from starlette.responses import Response
 
-from transformer_jax.decoding.records import Request
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving import service as service_module
 from transformer_jax.serving.__main__ import allowed_hosts
 from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Arguments, Pair
 from transformer_jax.serving.schema import Query
+from transformer_jax.translation.records import Request
+from transformer_jax.translation.translator import Translator
 
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 PATHS = "/translate", "/translate/stream"

@@ -8,13 +8,13 @@ import families
 import pytest
 from servers import Server, serving
 
-from transformer_jax.decoding.records import Request
-from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.interop.huggingface_import import import_into
+from transformer_jax.pretrained.loading import import_into
 from transformer_jax.serving.__main__ import _load
 from transformer_jax.serving.flags import Pair, checked_flags
+from transformer_jax.translation.records import Request
+from transformer_jax.translation.scoring import Scorer
+from transformer_jax.translation.translator import Translator
 
 SEARCH = ["--batch-size", "4", "--max-source-length", "16", "--max-extra-length", "6"]
 

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from servers import CONFIG, LINES, free_port, running, write_served_run
 
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.serving import __main__ as program
 from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Pair, checked_flags
+from transformer_jax.translation.translator import Translator
 
 ROOT = Path(__file__).resolve().parents[2]
 

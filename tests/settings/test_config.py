@@ -57,7 +57,7 @@ def test_recipes_round_trip_through_json(
 ) -> None:
     imported = Config(model=ModelConfig(d_model=64), training=TrainingConfig(freeze=("x",)))
     (tmp_path / "config.json").write_text(to_json(imported))
-    folder = "transformer_jax.saved_models.remote_workdir.local_workdir"
+    folder = "transformer_jax.pretrained.loading.local_workdir"
     monkeypatch.setattr(folder, lambda _: tmp_path)  # recipes for fine-tuning download a model
     config = load_config_file(path)
     assert from_json(to_json(config)) == config

@@ -11,12 +11,12 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_jax.decoding.segments import split
 from transformer_jax.errors import UserError
 from transformer_jax.tokenization.special_ids import EOS_ID, UNK_ID
 from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.subword_sampling import model_proto
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.segments import split
 
 TEXT = ["one hundred and two", "  two  ones and a hundred", "three and two hundred", "tw  onetwo"]
 SPAN = {"split_by_whitespace": False}

@@ -43,8 +43,8 @@ from runs import (
     tiny,
 )
 
-from transformer_jax.saved_models.checkpoint import complete_steps
-from transformer_jax.saved_models.remote_workdir import local_workdir, mirror_checkpoints
+from transformer_jax.pretrained.loading import local_workdir, mirror_checkpoints
+from transformer_jax.runs.checkpoint import complete_steps
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import remote_path
 

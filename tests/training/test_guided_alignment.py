@@ -17,9 +17,8 @@ from runs import ONE, assert_same_runs, changed, entries, no_evaluation, tiny
 
 from transformer_jax.data.batching import Batch
 from transformer_jax.data.loader import abstract_batch
-from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.devices.sharding import batch_sharding, make_mesh
-from transformer_jax.saved_models.model_folder import load_model
+from transformer_jax.pretrained.loading import load_model
 from transformer_jax.settings.config import (
     BatchConfig,
     Config,
@@ -34,6 +33,7 @@ from transformer_jax.training.loop import train
 from transformer_jax.training.loss import alignment_cross_entropy
 from transformer_jax.training.prepare import prepare
 from transformer_jax.training.step import make_step_functions
+from transformer_jax.translation.scoring import Scorer
 
 MODEL = ModelConfig(
     **{"vocab_size": 24, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_layers": 2},

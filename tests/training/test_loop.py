@@ -28,8 +28,8 @@ from runs import (
 
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models.checkpoint import complete_steps
-from transformer_jax.saved_models.model_folder import load_model
+from transformer_jax.pretrained.loading import load_model
+from transformer_jax.runs.checkpoint import complete_steps
 from transformer_jax.settings.config import (
     BatchConfig,
     Config,

@@ -15,7 +15,7 @@ from number_names import number_names
 from runs import ONE, changed, no_evaluation, tiny
 
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models.model_folder import load_model
+from transformer_jax.pretrained.loading import load_model
 from transformer_jax.settings.config import Config, PairsConfig
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare

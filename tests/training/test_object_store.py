@@ -24,8 +24,8 @@ from runs import (
 
 from transformer_jax import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models.checkpoint import complete_steps
-from transformer_jax.saved_models.remote_workdir import local_workdir
+from transformer_jax.pretrained.loading import local_workdir
+from transformer_jax.runs.checkpoint import complete_steps
 from transformer_jax.settings.config import Config
 from transformer_jax.storage import files as storage
 from transformer_jax.storage.files import remote_path

@@ -17,8 +17,8 @@ from runs import ONE, changed, dev_figures, entries, no_evaluation, tiny
 
 from transformer_jax.errors import UserError
 from transformer_jax.model import matmul
-from transformer_jax.saved_models.checkpoint import complete_steps, write_manifest
-from transformer_jax.saved_models.model_folder import load_model
+from transformer_jax.pretrained.loading import load_model
+from transformer_jax.runs.checkpoint import complete_steps, write_manifest
 from transformer_jax.settings.config import Config, OptimizerConfig, PairsConfig
 from transformer_jax.settings.config_files import load_config_file, to_json
 from transformer_jax.tokenization.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from flax import nnx
 from runs import ONE, changed, no_evaluation, tiny
 
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models.model_folder import load_model
+from transformer_jax.pretrained.loading import load_model
 from transformer_jax.settings.config import Config, PairsConfig, TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train

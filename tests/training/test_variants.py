@@ -1,7 +1,7 @@
 """Models that differ from the paper's: training on several devices, resuming, loading.
 
-Other tests: model outputs in tests/model, decoding in tests/decoding/test_translator.py, exports in
-tests/interop.
+Other tests: model outputs in tests/model, decoding in tests/translation/test_translator.py, exports
+in tests/export.
 """
 
 import shutil
@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from runs import ONE, assert_same_runs, changed, no_evaluation, tiny
 
-from transformer_jax.saved_models.model_folder import load_model
+from transformer_jax.pretrained.loading import load_model
 from transformer_jax.settings.config import MeshConfig
 from transformer_jax.training.loop import train
 

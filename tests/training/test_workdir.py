@@ -12,7 +12,7 @@ import pytest
 from runs import ONE, no_evaluation, tiny
 
 from transformer_jax.errors import UserError
-from transformer_jax.saved_models.checkpoint import complete_steps
+from transformer_jax.runs.checkpoint import complete_steps
 from transformer_jax.storage.files import write_atomically
 from transformer_jax.training import saver
 from transformer_jax.training.loop import train

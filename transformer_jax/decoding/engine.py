@@ -27,9 +27,9 @@ from transformer_jax.decoding.continuous_batching import (
 from transformer_jax.decoding.devices import on_device
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, Padded, make_block, make_buckets
+from transformer_jax.decoding.lexical_constraints import SIZES
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Hypothesis, Method, Sentence, results
-from transformer_jax.decoding.terms import SIZES
 from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.matmul import check_int8

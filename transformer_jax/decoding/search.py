@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
+from transformer_jax.decoding.lexical_constraints import start_progress
 from transformer_jax.decoding.logits import log_sum_exp
-from transformer_jax.decoding.terms import start_progress
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Count, NonNegative, Positive, Section
 

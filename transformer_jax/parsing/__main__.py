@@ -23,7 +23,7 @@ from transformer_jax.parsing.trees import (
     with_numbers,
     without_numbers,
 )
-from transformer_jax.support import check_not_input, write_atomically
+from transformer_jax.storage.files import check_not_input, write_atomically
 
 
 @dataclass(frozen=True)

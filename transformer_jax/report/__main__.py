@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformer_jax import UserError, parse_flags, run_program
-from transformer_jax.support import needs_extra, write_atomically
+from transformer_jax.errors import needs_extra
+from transformer_jax.storage.files import write_atomically
 
 
 @dataclass(frozen=True)

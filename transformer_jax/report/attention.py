@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax import EOS_ID, PAD_ID, Ensemble, Request, Transformer, Translator, UserError
-from transformer_jax.support import needs_extra
+from transformer_jax.errors import needs_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

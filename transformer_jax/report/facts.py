@@ -8,7 +8,7 @@ from typing import Any
 
 from transformer_jax import Config
 from transformer_jax.report.runs import Run
-from transformer_jax.support import flatten
+from transformer_jax.settings.config_files import flatten
 
 _SETTINGS = "Different between runs", "Changed from the default", "Default"
 

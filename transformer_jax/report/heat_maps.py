@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(a: Arguments) -> None:
     # Import late, so that flags are checked before JAX is loaded.
     from transformer_jax import Translator
+    from transformer_jax.devices.compilation_cache import enable_compilation_cache
     from transformer_jax.report.attention import attention_maps, save_picture, sentence_attention
-    from transformer_jax.support import enable_compilation_cache
 
     enable_compilation_cache()
     translator = Translator.from_workdir(a.workdir, batch_size=1)

@@ -16,8 +16,10 @@ from transformer_jax import (
     local_workdir,
     read_pairs,
 )
+from transformer_jax.devices.compilation_cache import enable_compilation_cache
+from transformer_jax.errors import one_line
 from transformer_jax.report.attention import SentenceAttention, sentence_attention
-from transformer_jax.support import enable_compilation_cache, one_line, parse_object
+from transformer_jax.storage.files import parse_object
 
 
 @dataclass

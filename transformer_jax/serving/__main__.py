@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer_jax import UserError, run_program
+from transformer_jax.errors import needs_extra
 from transformer_jax.serving.flags import Arguments, Served, checked_flags
-from transformer_jax.support import needs_extra
 
 if TYPE_CHECKING:
     from transformer_jax.serving.service import Service
@@ -83,8 +83,8 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     import jax
 
     from transformer_jax import AsyncTranslator
+    from transformer_jax.devices.compilation_cache import enable_compilation_cache
     from transformer_jax.serving.service import Service
-    from transformer_jax.support import enable_compilation_cache
 
     enable_compilation_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s

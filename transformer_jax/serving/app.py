@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from transformer_jax import SearchFailed, UserError
+from transformer_jax.errors import short_repr
 from transformer_jax.serving.schema import (
     CONTENT_TYPES,
     Answer,
@@ -33,7 +34,6 @@ from transformer_jax.serving.schema import (
     request_body,
 )
 from transformer_jax.serving.service import FAILED, Answering, Refused, Service
-from transformer_jax.support import short_repr
 
 T = TypeVar("T")
 

@@ -17,14 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax import PAD_ID, Bucket, Hypothesis, Sentence, Translator, UserError
+from transformer_jax.devices.machine import num_cores
+from transformer_jax.errors import needs_extra
 from transformer_jax.serving.workers import Entry, Workers
-from transformer_jax.support import needs_extra, num_cores
 
 _LONGEST = 2**16
 
 
 def ctranslate2_workers(translator: Translator, folder: Path) -> Workers:
-    """Load the model that ``interop export`` wrote to ``folder``, for one search thread per core.
+    """Load the model that ``transformer_jax.export`` wrote to ``folder``, for one search thread per
+    core.
 
     Raises:
       UserError: there is no such model, or a setting is unsupported.
@@ -42,13 +44,13 @@ class CTranslate2Rows:
     """The sentences that a thread translates together, with the methods of ``LiveRows``."""
 
     def __init__(self, translator: Translator, folder: Path, bucket: Bucket, threads: int):
-        with needs_extra("interop"):
+        with needs_extra("export"):
             import ctranslate2
         file = folder / "generation_config.json"
         if not file.exists():
             raise UserError(
                 f"{str(folder)!r} is missing; expected an export of the model: python -m "
-                f"transformer_jax.interop export --workdir {folder.parent} --format ctranslate2 "
+                f"transformer_jax.export --workdir {folder.parent} --format ctranslate2 "
                 f"--output {folder}"
             )
         self.bucket, self.largest, self.running = bucket, bucket, list[Entry]()

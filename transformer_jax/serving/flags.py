@@ -12,7 +12,8 @@ from typing import Annotated, Literal, NamedTuple
 import tyro
 
 from transformer_jax import DecodingConfig, UserError, flag_values, load_config_file, parse_flags
-from transformer_jax.support import check_patterns, short_repr
+from transformer_jax.errors import short_repr
+from transformer_jax.translation.records import check_patterns
 
 # In zh-Hans-en, the capital shows that Hans is not a language.
 _LANGUAGE = r"([a-z]{2,8}(?:_[A-Za-z0-9]{2,8}|-[A-Z0-9][A-Za-z0-9]{1,7})*)"
@@ -62,7 +63,7 @@ class Arguments:
     otherwise any."""
     engine: Literal["jax", "ctranslate2"] = "jax"
     """Program that searches. ctranslate2 is faster for small models on a CPU and reads
-    WORKDIR/ctranslate2, written by ``interop export``."""
+    WORKDIR/ctranslate2, written by ``transformer_jax.export``."""
     max_queue: int = 1024
     """Maximum number of sentences in progress. Requests beyond this limit get status 503; a single
     request with more sentences gets 413. A sentence longer than ``max_source_length`` counts once

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.exceptions import HTTPException
 
 from transformer_jax import AsyncTranslator, Request, Sentence, Translation, UserError
+from transformer_jax.errors import short_repr
 from transformer_jax.serving.flags import Pair, folded
 from transformer_jax.serving.schema import (
     Answer,
@@ -27,7 +28,7 @@ from transformer_jax.serving.schema import (
     State,
 )
 from transformer_jax.serving.text import Cut, cut, sentences
-from transformer_jax.support import PLACEHOLDERS, Document, short_repr
+from transformer_jax.translation.markup import PLACEHOLDERS, Document
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import sentencex
 
-from transformer_jax.support import joint
+from transformer_jax.translation.segments import joint
 
 _BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
 _LINE_BREAKS = re.compile(f"({_BREAK}+)")

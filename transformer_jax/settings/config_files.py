@@ -139,7 +139,7 @@ def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
                 f"Unknown config field {prefix}{name}; expected one of {', '.join(defaults)}. If "
                 "an earlier version of transformer_jax wrote the file, rename or remove the field; "
                 "if it is from Hugging Face transformers, import the model: python -m "
-                "transformer_jax.interop import."
+                "transformer_jax.pretrained import."
             )
         if isinstance(value, dict) and dataclasses.is_dataclass(default := defaults[name]):
             value = _build(type(default), value, f"{prefix}{name}.")

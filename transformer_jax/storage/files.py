@@ -302,3 +302,20 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
                 path,
             )
         yield
+
+
+@contextmanager
+def new_folder(name: str, flag: str) -> Iterator[Path]:
+    """Create a folder for the caller to fill; delete it if an error occurs.
+
+    Raises a ``UserError`` that names ``flag`` if the folder is not empty.
+    """
+    folder = Path(name).expanduser()
+    if "://" in name or (folder.exists() and any(folder.iterdir())):
+        raise UserError(f"--{flag} is {name!r}; expected a new or empty folder on this machine.")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

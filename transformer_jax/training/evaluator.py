@@ -14,17 +14,17 @@ from flax import nnx
 
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.loader import load_batches, to_global_arrays
-from transformer_jax.decoding.records import Request
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.devices.distributed import allgather, broadcast_from_first
 from transformer_jax.devices.sharding import batch_sharding, replicated
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
-from transformer_jax.saved_models.averaging import choose
+from transformer_jax.runs.averaging import choose
 from transformer_jax.settings.config import BatchConfig
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
 from transformer_jax.training.reporting import means
 from transformer_jax.training.step import Parameters
+from transformer_jax.translation.records import Request
+from transformer_jax.translation.translator import Translator
 
 _EVALUATION_SHAPES = 4  # few, because each shape is compiled for only a few batches
 

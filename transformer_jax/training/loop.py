@@ -17,7 +17,7 @@ from transformer_jax.data.loader import load_batches
 from transformer_jax.devices.distributed import is_first, lost_contact
 from transformer_jax.devices.sharding import batch_sharding
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.saved_models.averaging import described
+from transformer_jax.runs.averaging import described
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead

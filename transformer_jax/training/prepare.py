@@ -35,8 +35,8 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.evaluation import bleu_metric
 from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.model.transformer import abstract_model
-from transformer_jax.saved_models.checkpoint import checkpoint_name, config_of, load_tokenizer
-from transformer_jax.saved_models.model_folder import load_parameters
+from transformer_jax.pretrained.loading import load_parameters
+from transformer_jax.runs.checkpoint import checkpoint_name, config_of, load_tokenizer
 from transformer_jax.settings.config import Config, DataConfig, ModelConfig, TrainingConfig
 from transformer_jax.settings.config_files import flatten, to_json
 from transformer_jax.storage.files import copy_folder, retry, write_atomically

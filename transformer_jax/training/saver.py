@@ -1,6 +1,6 @@
 """Background checkpoint saving with Orbax, retention, and restoring.
 
-``saved_models/checkpoint.py`` describes the format.
+``runs/checkpoint.py`` describes the format.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from orbax.checkpoint import v1 as ocp
 from transformer_jax.devices.distributed import broadcast_from_first, is_first
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.model.matmul import compute_dtype
-from transformer_jax.saved_models.averaging import kept
-from transformer_jax.saved_models.checkpoint import (
+from transformer_jax.runs.averaging import kept
+from transformer_jax.runs.checkpoint import (
     checkpoint_name,
     complete_steps,
     delete_checkpoint,
     read_manifest,
     write_manifest,
 )
-from transformer_jax.saved_models.model_folder import is_model, write_model
+from transformer_jax.runs.model_folder import is_model, write_model
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import MANIFEST, MODEL, AnyPath, remove_folder, retry
 from transformer_jax.tokenization.tokenizer import Tokenizer

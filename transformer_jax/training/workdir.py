@@ -15,7 +15,7 @@ import jax
 
 from transformer_jax.data.corpus import TEMPORARY
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.saved_models.checkpoint import (
+from transformer_jax.runs.checkpoint import (
     PARAMETERS,
     checkpoint_name,
     complete_steps,
@@ -23,8 +23,8 @@ from transformer_jax.saved_models.checkpoint import (
     delete_checkpoint,
     newest_intact,
 )
-from transformer_jax.saved_models.model_folder import is_model
-from transformer_jax.saved_models.remote_workdir import (
+from transformer_jax.runs.model_folder import is_model
+from transformer_jax.runs.remote_workdir import (
     cached_folder,
     mirror_checkpoints,
     mirror_files,

@@ -1,0 +1,212 @@
+"""Glossaries: files, terms in a text, translations that contain the target terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+from random_models import WORDS, lines_of_words, make_model
+
+from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.errors import UserError
+from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
+from transformer_jax.tokenization.special_ids import UNK_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.glossary import Glossary, read_glossary, unmet
+from transformer_jax.translation.records import Request
+from transformer_jax.translation.translator import Translator
+
+LINES = lines_of_words(23)
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=12, max_source_length=24, batch_size=4)
+# Random models never translate these as the glossary does.
+TERMS = {"one": "TWO", "three four": ["FIVE SIX", "TEN"], "nine": "NINE", "zero": "ONE"}
+
+
+@pytest.fixture(scope="module")
+def translator(model, tokenizer):
+    return Translator(model, tokenizer, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def with_glossary(model, tokenizer):
+    return Translator(model, tokenizer, CONFIG, glossary=TERMS)
+
+
+def assert_met(line: str, text: str) -> None:
+    words = f" {text}"
+    assert "one" not in line.split() or " TWO" in words
+    assert "three four" not in line or " FIVE SIX" in words or " TEN" in words
+    assert "nine" not in line.split() or " NINE" in words
+
+
+def test_translations_contain_the_terms(with_glossary, translator):
+    """All n-best translations do. Lines without terms are translated bit-exactly as without."""
+    found = list(with_glossary.stream(LINES, num_hypotheses=3))
+    plain = list(translator.stream(LINES, num_hypotheses=3))
+    num_changed = 0
+    for line, its, without in zip(LINES, found, plain):
+        if not {"one", "nine"} & {*line.split()} and "three four" not in line:
+            assert its == without
+        for each in its:
+            assert_met(line, each.text)
+            assert not each.unmet
+        num_changed += its[0].text != without[0].text
+    assert num_changed > 5
+
+
+def test_the_neighbors_of_a_line_do_not_matter(with_glossary):
+    together = list(with_glossary.stream(LINES, num_hypotheses=2))
+    reverse = list(with_glossary.stream(LINES[::-1], num_hypotheses=2))
+    assert together == reverse[::-1]
+
+
+def test_the_glossary_of_a_line_adds_to_the_translators(with_glossary):
+    """A source term of both has the line's target terms."""
+    request = Request("one two", glossary={"two": "SEVEN", "one": ["EIGHT", "TEN"]})
+    [text] = with_glossary.translate([request])
+    assert " SEVEN" in f" {text}" and (" EIGHT" in f" {text}" or " TEN" in f" {text}")
+    # Terms of both that overlap: the leftmost, then the longest, as in one glossary.
+    for line, glossary, terms in (
+        ("six nine", {"six nine": "TEN"}, {"six nine"}),
+        ("three four", {"four": "TEN"}, {"three four"}),
+        ("three four one", {"two three": "TEN"}, {"three four", "one"}),
+    ):
+        assert with_glossary._terms(Request(line, glossary=glossary), line).keys() == terms
+
+
+def test_a_prefix_can_contain_a_term(with_glossary):
+    [text] = with_glossary.translate([Request("one nine", prefix="SIX TWO")])
+    assert text.startswith("SIX TWO") and " NINE" in text
+
+
+def test_an_ensemble_meets_the_terms(model, tokenizer):
+    models = Ensemble([model, make_model(tokenizer, seed=9)])
+    for line, text in zip(
+        LINES, Translator(models, tokenizer, CONFIG, glossary=TERMS).translate(LINES)
+    ):
+        assert_met(line, text)
+
+
+def test_each_segment_of_a_long_line_has_its_terms(with_glossary):
+    line = " ".join(["two six ten"] * 9 + ["one"])
+    assert len(with_glossary.sentences(Request(line))) > 1
+    assert [each.terms is None for each in with_glossary.sentences(Request(line))][-1] is False
+    [text] = with_glossary.translate([line])
+    assert " TWO" in f" {text}"
+
+
+def test_terms_are_found_in_the_text_of_a_segment(with_glossary):
+    """Not in what the source tokenizer makes of it, which has no token for 8."""
+    line = " ".join(["two six ten"] * 9 + ["8 two"])
+    sentences = with_glossary.sentences(Request(line, glossary={"8": "NINE"}))
+    assert [each.terms is None for each in sentences] == [True] * (len(sentences) - 1) + [False]
+
+
+def test_a_term_that_does_not_fit_is_reported(model, tokenizer, caplog):
+    short = dataclasses.replace(CONFIG, max_extra_length=1)
+    glossary = {"one": "SEVEN " * 10, "two": "TWO"}
+    with caplog.at_level(logging.WARNING):
+        found = list(Translator(model, tokenizer, short, glossary=glossary).stream(["one two"]))
+    [[best]] = found
+    assert best.unmet == ("one",) and best.text
+    assert best.fields()["unmet"] == ("one",)
+    assert "Line 1: the translation lacks the glossary's terms for: one." in caplog.text
+    request = Request("<p>two</p><p>one <b>two</b></p><p>one</p>", format="html")
+    [page] = Translator(model, tokenizer, short, glossary=glossary).documents([request])
+    assert page.unmet == ("one",)
+
+
+def test_sampling_does_not_support_terms(model, tokenizer):
+    sampling = dataclasses.replace(CONFIG, method="sample")
+    translator = Translator(model, tokenizer, sampling, glossary=TERMS)
+    assert translator.translate(["two"])
+    with pytest.raises(UserError, match="method is 'sample'; expected 'beam'"):
+        translator.translate(["one"])
+
+
+@pytest.mark.parametrize(
+    ("glossary", "message"),
+    [
+        (["one"], r"glossary is \['one'\]; expected target terms by source term"),
+        ({"one": 5}, "glossary: 'one' is 5; expected target terms"),
+        ({"one": []}, r"glossary: 'one' is \[\]; expected target terms"),
+        ({"one": [5]}, "glossary: 'one' is 5; expected text"),
+        ({"one": " "}, "glossary: 'one' has the blank term ' '"),
+        ({" ": "ONE"}, "glossary: ' ' has the blank term ' '"),
+        ({"one": "\ud800"}, "glossary: 'one' is not valid Unicode"),
+        (
+            {"one": "日本"},
+            r"glossary: 'one': the target term '日本' has tokens that cannot .*<unk>",
+        ),
+        ({"one": "ONE " * 40}, "glossary: 'one': 1 terms with up to 1 alternatives of up to"),
+        ({"one": [*map(str.upper, WORDS)]}, "glossary: 'one': 1 terms with up to 10 alternatives"),
+    ],
+)
+def test_an_invalid_glossary(translator, glossary, message):
+    with pytest.raises(UserError, match=f"^Line 1: {message}"):
+        translator.translate([Request("two", glossary=glossary)])
+
+
+def test_a_suppressed_token(model, tokenizer):
+    config = dataclasses.replace(CONFIG, suppress=tuple(tokenizer.target.tokens([7])))
+    term = tokenizer.target.decode([7])
+    with pytest.raises(UserError, match=r"^The glossary: 'one': .* cannot be generated"):
+        Translator(model, tokenizer, config, glossary={"one": [term]})
+
+
+def test_a_thousand_terms(model, tokenizer):
+    """The glossary may be of any size, but not the number of terms in a sentence."""
+    many = {f"{a} {b} {c}": "ONE" for a in WORDS for b in WORDS for c in WORDS}
+    translator = Translator(model, tokenizer, CONFIG, glossary=many)
+    assert "ONE" in translator.translate(["six one two"])[0]
+    longer = dataclasses.replace(CONFIG, max_source_length=1024)
+    translator = Translator(model, tokenizer, longer, glossary=many)
+    line = " ".join(sorted(many)[::14])
+    with pytest.raises(UserError, match=r"^Line 1: glossary: 7\d terms .* at most 64 terms"):
+        translator.translate([line])
+
+
+def test_terms_in_a_text(tokenizer):
+    """The longest match wins, from left to right, and only whole words match. White space does not
+    matter.
+    """
+    terms = {"one": "ONE", "one two": "TWO", "two three": "THREE", "don't": "FOUR", "東京": "FIVE"}
+    terms[" six \t seven "] = "SIX"
+    glossary = Glossary(terms, tokenizer.target, "", [UNK_ID])
+    for text, found in (
+        ("one two three", ["one two"]),
+        ("one (two three)", ["one", "two three"]),
+        ("onetwo tone One one_two", []),
+        ("I don't, one.", ["don't", "one"]),
+        ("私は東京にいます", ["東京"]),
+        ("one  two, six\u00a0seven", ["one two", "six seven"]),
+        ("", []),
+        ("one\u0301 two\u093f", []),  # an accent, a vowel sign of Hindi
+    ):
+        assert sorted(glossary.found_in(text)) == sorted(found)
+
+
+def test_unmet_terms(tokenizer):
+    found = Glossary({"a": ["ONE", "TWO THREE"], "b": "FOUR"}, tokenizer.target, "", [])
+    assert unmet(found, "TWO THREE FOUR") == unmet(found, "FOURS ONE") == ()
+    assert unmet(found, "TWO FOUR") == ("a",)
+    assert unmet(found, "xONE") == ("a", "b")
+
+
+def test_a_chinese_or_japanese_term_also_occurs_without_a_space():
+    lines = ["私は東京にいます", "東京は大きい", "大きい東京", "私は京都にいます"]
+    tokenizer = Tokenizer.train([(line, line) for line in lines], TokenizerConfig(vocab_size=40))
+    [(text, spaced), (same, bare)] = Glossary({"x": "東京"}, tokenizer.target, "", [])["x"]
+    assert text == same == "東京"
+    assert "".join(tokenizer.target.tokens(spaced)) == "▁東京"
+    assert "".join(tokenizer.target.tokens(bare)) == "東京"
+
+
+def test_files(tmp_path):
+    path = tmp_path / "terms.tsv"
+    path.write_text("dog\tHund\n\n dog \tKöter \tRüde\nNew York\tNew York\n", encoding="utf-8")
+    assert read_glossary(path) == {"dog": ["Hund", "Köter", "Rüde"], "New York": ["New York"]}
+    path.write_text("dog\tHund\ncat Katze\n")
+    with pytest.raises(UserError, match=r"terms.tsv, line 2 is 'cat Katze'; expected a source"):
+        read_glossary(path)

@@ -1,0 +1,95 @@
+"""Positions where long lines are split."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from random_models import WORDS, lines_of_words
+
+from transformer_jax.settings.config import TokenizerConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.segments import _SENTENCE_END, split
+
+LINES = lines_of_words(23)
+
+
+def test_long_lines_are_split_at_sentence_ends(tokenizer):
+    sentences = ["one two.", "three four five six!", "seven eight nine ten one two?", "three."]
+    line = " ".join(sentences)
+    segments = [ids for _, ids in split(line, 23, tokenizer)]
+    assert len(segments) > 1 and all(len(segment) <= 23 for segment in segments)
+    joined = [token for segment in segments for token in segment]
+    assert joined == tokenizer.source.encode([line])[0]
+    ends = {tokenizer.source.encode([sentence])[0][-1] for sentence in sentences}
+    assert {segment[-1] for segment in segments} <= ends
+
+
+def cut(line):
+    """Sentences as _SENTENCE_END separates them."""
+    ends = [0, *(found.end() for found in _SENTENCE_END.finditer(line)), len(line)]
+    parts = [line[start:end].strip() for start, end in itertools.pairwise(ends)]
+    return [part for part in parts if part]
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["「行こう！？」", "そうだ。", "え？！", "（はい。）", "おわり"],
+        ["他说：“好。”", "我们走吧！", "真的？！…", "是"],
+        ["बच्चे खेलते हैं।", "कहाँ?", "यहाँ ॥", "x"],
+        ["كيف حالك؟", "بخير.", "وہ گیا۔", "x"],
+        ["Say “yes.”", "No 3.5 or e.g.x here…", "Quoi ? !", "« Oui ! »", '"Why?"', "(End.)", "x"],
+    ],
+)
+def test_sentences_end_after_all_their_punctuation(sentences):
+    spaced = sentences[-1] == "x"
+    assert cut((" " * spaced).join(sentences)) == sentences
+
+
+def test_ten_thousand_words_in_one_line(tokenizer):
+    line = " ".join(WORDS * 1000)
+    segments = [ids for _, ids in split(line, 23, tokenizer)]
+    assert max(map(len, segments)) <= 23
+    assert [*itertools.chain(*segments)] == tokenizer.source.encode([line])[0]
+
+
+def test_leading_tags_begin_each_segment():
+    tags = ("<2de>", "<BT>")
+    settings = TokenizerConfig(vocab_size=52, algorithm="unigram", user_defined_symbols=tags)
+    tokenizer = Tokenizer.train([(line, line.upper()) for line in LINES], settings)
+
+    def encode(text):
+        return tokenizer.source.encode([text])[0]
+
+    line, tags = "<2de> <BT> " + " ".join(WORDS * 3), encode("<2de> <BT>")
+    segments = [ids for _, ids in split(line, 15, tokenizer)]
+    assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
+    assert all(segment[: len(tags)] == tags for segment in segments)
+    rest = [segment[len(tags) :] for segment in segments]
+    assert [*itertools.chain(*rest)] == encode(line)[len(tags) :]
+    many = "<2de> " * 30 + "one two"  # longer than a segment, so treated as text
+    assert [id for _, ids in split(many, 15, tokenizer) for id in ids] == encode(many)
+
+
+CHINESE = ["我们去学校。", "「你好！」", "他说。", "今天很好？！", "我不去…。"]
+
+
+@pytest.fixture(scope="module")
+def chinese():
+    lines = [sentence for sentence in CHINESE for _ in range(5)]
+    return Tokenizer.train(
+        zip(lines, lines, strict=True), TokenizerConfig(vocab_size=32, algorithm="bpe")
+    )
+
+
+def test_text_without_spaces_is_split_between_sentences(chinese):
+    """A sentence that is too long is split anywhere. Segments contain no space tokens."""
+    line = "".join(CHINESE) * 3 + "我们去学校" * 9
+    segments = [ids for _, ids in split(line, 20, chinese)]
+    texts = [chinese.source.decode(segment) for segment in segments]
+    assert "".join(texts) == chinese.source.decode(chinese.source.encode([line])[0])
+    assert segments == chinese.source.encode(texts)
+    assert max(map(len, segments)) <= 20
+    assert all("▁" not in "".join(chinese.source.tokens(segment))[1:] for segment in segments)
+    assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # segments hold several sentences

@@ -1,0 +1,189 @@
+"""Export to CTranslate2: a folder for ``ctranslate2.Translator``, or a package around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import numpy as np
+
+from transformer_jax import (
+    BOS_ID,
+    EOS_ID,
+    UNK_ID,
+    Config,
+    ModelConfig,
+    Tokenizer,
+    Transformer,
+    UserError,
+    sinusoidal_positions,
+)
+from transformer_jax.errors import needs_extra
+from transformer_jax.export.shared import check_fields, write_json, write_sentencepiece
+from transformer_jax.pretrained.search_settings import for_ctranslate2, length_limits
+from transformer_jax.pretrained.weights import (
+    Library,
+    Weights,
+    to_library,
+    with_biases,
+)
+from transformer_jax.tokenization.special_ids import SPECIAL_IDS
+
+_POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
+_LIBRARY = Library(
+    names={
+        "source_embedding.matrix": "encoder/embeddings_0/weight",
+        "source_embedding.position_matrix": "encoder/position_encodings/encodings",
+        "target_embedding.matrix": "decoder/embeddings/weight",
+        "target_embedding.position_matrix": "decoder/position_encodings/encodings",
+        "softmax_matrix": "decoder/projection/weight",
+        "softmax_bias": "decoder/projection/bias",
+        "final_norm": "{side}/layer_norm/{}",
+        "self_attention.query": "self_attention/linear_0/{}",
+        "self_attention.key": "self_attention/linear_0/{}",
+        "self_attention.value": "self_attention/linear_0/{}",
+        "self_attention.output": "self_attention/linear_1/{}",
+        "self_attention_residual": "self_attention/layer_norm/{}",
+        "cross_attention.query": "attention/linear_0/{}",
+        "cross_attention.key": "attention/linear_1/{}",
+        "cross_attention.value": "attention/linear_1/{}",
+        "cross_attention.output": "attention/linear_2/{}",
+        "cross_attention_residual": "attention/layer_norm/{}",
+        "feed_forward.inner": "ffn/linear_0/{}",
+        "feed_forward.gate": "ffn/linear_0/{}",  # the matrix with the activation
+        "feed_forward.output": "ffn/linear_1/{}",
+        "feed_forward_residual": "ffn/layer_norm/{}",
+    },
+    layer="{side}/layer_{number}/",
+    norm=("gamma", "beta"),
+)
+
+_METADATA = "from_code", "from_name", "to_code", "to_name"
+_PLACES = {"README.md": "README.md", "source.spm": "sentencepiece.model"}  # others: model/
+
+
+def export_ctranslate2(
+    config: Config,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    folder: Path,
+    weights_type: str = "float32",
+) -> None:
+    """Write ``model`` to the existing ``folder``, with weights of this type.
+
+    CTranslate2 reads ``model.bin``, ``config.json`` and the vocabulary. ``source.spm`` and
+    ``target.spm`` tokenize and detokenize. ``generation_config.json`` holds keyword arguments for
+    ``translate_batch``, which the format itself cannot store.
+    """
+    check_fields(config.model, "This export", positions=("interleaved", "learned"))
+    spec = _spec(config.model)
+    weights = with_biases(model)
+    # The target's matrices, also where the source or the softmax uses them.
+    matrix, table = "target_embedding.matrix", "target_embedding.position_matrix"
+    longest = max(_POSITIONS, *length_limits(config))
+    weights.setdefault(table, sinusoidal_positions(longest, config.model.d_model))
+    shared = {
+        "softmax_matrix": matrix,
+        "source_embedding.matrix": matrix,
+        "source_embedding.position_matrix": table,
+    }
+    weights = {name: weights[theirs] for name, theirs in shared.items()} | weights
+    library = _LIBRARY
+    if config.model.is_gated:
+        names = {**library.names, "feed_forward.inner": "ffn/linear_0_noact/{}"}
+        library = library._replace(names=names)
+    _fill(spec, to_library(weights, library))
+
+    source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
+    spec.register_source_vocabulary(source_tokens)
+    spec.register_target_vocabulary(target_tokens)
+    spec.config.bos_token = target_tokens[BOS_ID]
+    spec.config.decoder_start_token = target_tokens[SPECIAL_IDS[config.model.decoder_start]]
+    spec.config.eos_token, spec.config.unk_token = target_tokens[EOS_ID], target_tokens[UNK_ID]
+    spec.config.add_source_eos = True
+    spec.config.layer_norm_epsilon = config.model.norm_epsilon
+    spec.validate()
+    spec.optimize(quantization=weights_type)
+    spec.save(str(folder))
+
+    write_json(folder / "generation_config.json", for_ctranslate2(config, tokenizer))
+
+
+def pack_argos(
+    config: Config, tokenizer: Tokenizer, folder: Path, languages: Sequence[str], sentences: str
+) -> None:
+    """Replace the export in ``folder`` by translate-en_de.argosmodel, for Argos Translate.
+
+    Args:
+      config: used to check that the lines need no tags.
+      tokenizer: must be one SentencePiece model for both languages.
+      folder: contains the files of ``export_ctranslate2``, and README.md.
+      languages: code and name of the source language, then of the target language.
+      sentences: file of a MiniSBD model, which splits text into sentences; '': none.
+    """
+    tags = config.data.train.tags
+    if tokenizer.source is not tokenizer.target or (tags and all(tags)):
+        raise UserError(
+            f"tokenizer.joint is {tokenizer.joint}, and data.train.tags is {tags}; expected one "
+            "SentencePiece model for both languages and source lines without tags or language "
+            "tokens, because Argos Translate supports nothing else. Export to ctranslate2 instead."
+        )
+    files, name = [*folder.iterdir()], "translate-{}_{}".format(*languages[::2])
+    with ZipFile(folder / f"{name}.argosmodel", "w", ZIP_DEFLATED) as archive:
+        # Packages with older versions are replaced by those in Argos Translate's index.
+        metadata = dict(zip(_METADATA, languages), package_version="100.0", argos_version="1.9")
+        archive.writestr(f"{name}/metadata.json", json.dumps(metadata))
+        if sentences:
+            archive.write(sentences, f"{name}/minisbd/model.onnx")
+        for file in files:
+            archive.write(file, f"{name}/{_PLACES.get(file.name, f'model/{file.name}')}")
+            file.unlink()
+
+
+def _spec(shape: ModelConfig) -> Any:
+    """Create a model without weights."""
+    with needs_extra("export"):
+        from ctranslate2.specs import common_spec, transformer_spec
+    names = {
+        "relu": "RELU",
+        "gelu": "GELU",
+        "gelu_tanh": "GELUTanh",
+        "geglu": "GELUTanh",
+        "silu": "SWISH",
+        "swiglu": "SWISH",
+    }
+    settings: dict[str, Any] = {
+        "pre_norm": True,  # temporary, to create the final norm
+        "no_final_norm": not shape.has_final_norm,
+        "rms_norm": shape.norm_type == "rms",
+        "activation": common_spec.Activation[names[shape.activation]],
+        "ffn_glu": shape.is_gated,
+    }
+    encoder = transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **settings)
+    guided = shape.alignment_layer is not None
+    decoder = transformer_spec.TransformerDecoderSpec(
+        shape.decoder_layers,
+        shape.num_heads,
+        alignment_layer=shape.alignment_layer if guided else -1,
+        alignment_heads=int(guided),  # 0: the mean over all heads
+        **settings,
+    )
+    for side in (encoder, decoder):
+        side.pre_norm = shape.norm == "pre"
+    return transformer_spec.TransformerSpec(encoder, decoder)
+
+
+def _fill(spec: Any, tensors: Weights) -> None:
+    """Set the attribute named by each path. All-zero biases are skipped."""
+    for name, tensor in tensors.items():
+        *path, leaf = name.split("/")
+        if leaf == "bias" and not tensor.any():
+            continue
+        at = spec
+        for part in path:
+            stem, _, number = part.rpartition("_")
+            at = getattr(at, part) if hasattr(at, part) else getattr(at, stem)[int(number)]
+        setattr(at, leaf, np.ascontiguousarray(tensor))

@@ -1,0 +1,103 @@
+"""Export to Hugging Face's MarianMT format, which differs from Marian's own format."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from transformer_jax import EOS_ID, PAD_ID, UNK_ID, Config, Tokenizer, Transformer
+from transformer_jax.export.shared import check_fields, write_json, write_sentencepiece
+from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
+from transformer_jax.pretrained.folder import Pretrained
+from transformer_jax.pretrained.search_settings import for_transformers, length_limits
+from transformer_jax.pretrained.weights import to_library, with_biases
+
+_POSITIONS = 1024  # length of the position table; our sinusoids have no maximum length
+
+
+def export_huggingface(
+    config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
+) -> None:
+    """Write ``model`` to the existing ``folder``.
+
+    ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Token ids are
+    unchanged. Raises a ``UserError`` that names the field if the model differs from OPUS-MT in
+    anything other than sizes, dropout and activation. A model that began as an import of a
+    pretrained model goes back to that model's class, with its own token ids.
+    """
+    if tokenizer.pretrained:
+        _export_pretrained(model, tokenizer, folder)
+        return
+    shape = config.model
+    check_fields(
+        shape,
+        "MarianMT",
+        tie_embeddings=("all",),
+        norm=("post",),
+        final_norm=(None, False),
+        norm_type=("layer",),
+        activation=("relu", "gelu", "gelu_tanh", "silu"),
+        norm_epsilon=(1e-6, 1e-5),  # always 1e-5 there; outputs differ by a few 1e-6
+        positions=("interleaved",),
+    )
+    _write_weights(to_library(with_biases(model), FAMILIES["marian"].library), folder)
+    generation = for_transformers(config, tokenizer)
+    # from_pretrained needs the special token ids here; search settings go in the other file.
+    ids = {name: value for name, value in generation.items() if name.endswith("_id")}
+    write_json(folder / "config.json", _config(config) | ids)
+    write_json(folder / "generation_config.json", generation)
+    _write_tokenizer(config, tokenizer, folder)
+
+
+def _export_pretrained(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
+    with zipfile.ZipFile(io.BytesIO(tokenizer.pretrained)) as archive:
+        archive.extractall(folder)
+    if tokenizer.source.is_json:
+        (folder / "tokenizer.json").write_bytes(tokenizer.source.model)
+    _write_weights(Pretrained(folder).tensors_of(model), folder)
+
+
+def _write_weights(tensors: dict[str, np.ndarray], folder: Path) -> None:
+    # The metadata tells transformers that axes are in PyTorch order. safetensors' ``save_file``
+    # would make the file unreadable for other users.
+    content = save(tensors, metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def _config(config: Config) -> dict[str, Any]:
+    shape, family = config.model, FAMILIES["marian"]
+    fields = {theirs: getattr(shape, ours) for theirs, ours in family.fields.items()}
+    return {
+        "model_type": "marian",
+        "architectures": [family.name],
+        "dtype": "float32",
+        "vocab_size": shape.vocab_size,
+        "share_encoder_decoder_embeddings": True,
+        "tie_word_embeddings": True,
+        **fields,
+        "activation_function": next(x for x, y in ACTIVATIONS.items() if y == shape.activation),
+        "decoder_layers": shape.decoder_layers,
+        "decoder_attention_heads": shape.num_heads,
+        "decoder_ffn_dim": shape.d_ff,
+        "max_position_embeddings": max(_POSITIONS, *length_limits(config)),
+        "scale_embedding": True,
+        "is_encoder_decoder": True,
+    }
+
+
+def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
+    tokens, _ = write_sentencepiece(tokenizer, folder)
+    write_json(folder / "vocab.json", {token: i for i, token in enumerate(tokens)})
+    settings = {
+        "tokenizer_class": "MarianTokenizer",
+        "model_max_length": length_limits(config)[0],
+        "pad_token": tokens[PAD_ID],
+        "eos_token": tokens[EOS_ID],
+        "unk_token": tokens[UNK_ID],
+    }
+    write_json(folder / "tokenizer_config.json", settings)

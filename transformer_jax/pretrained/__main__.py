@@ -1,0 +1,68 @@
+"""Import a pretrained model.
+
+python -m transformer_jax.pretrained import --input NAME --workdir W
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformer_jax.cli import run_program
+from transformer_jax.storage.files import new_folder
+
+logger = logging.getLogger("transformer_jax.pretrained")
+
+
+@dataclass(frozen=True)
+class Import:
+    """Convert a pretrained model in transformers' format (OPUS-MT, M2M100, NLLB, T5, BART, ...) to
+    a model folder for decode.py and train.py --training.start-from.
+    """
+
+    input: str
+    """Name of a model on the Hugging Face Hub, or a folder with config.json, model.safetensors or
+    its shards, and the tokenizer's files.
+    """
+    workdir: str
+    """New or empty model folder to write to."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub. Default: the main branch."""
+    source_language: str = ""
+    """Many-to-many models: language code of the source by default."""
+    target_language: str = ""
+    """Many-to-many models: language code of the target by default."""
+    allow_pickle: bool = False
+    """Also read pytorch_model.bin, a pickle, if there is no model.safetensors."""
+
+    def run(self) -> None:
+        """Write the model folder."""
+        from transformer_jax.pretrained.hub import find_pretrained
+        from transformer_jax.pretrained.loading import import_into
+
+        pickles, languages = self.allow_pickle, (self.source_language, self.target_language)
+        with new_folder(self.workdir, "workdir") as folder:
+            source = find_pretrained(self.input, revision=self.revision, allow_pickle=pickles)
+            import_into(source, folder, languages=languages, allow_pickle=pickles)
+        logger.info("Translate:  python decode.py --workdir %s", self.workdir)
+        start = f"--config {self.workdir}/config.json --training.start-from {self.workdir}"
+        logger.info("Fine-tune:  python train.py %s --workdir NEW ...", start)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program. Returns the exit status (see ``run_program``)."""
+    return run_program(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> None:
+    import tyro
+
+    subcommands: dict[str, Callable[..., Import]] = {"import": Import}
+    program = "python -m transformer_jax.pretrained"
+    tyro.extras.subcommand_cli_from_dict(subcommands, prog=program, args=argv).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

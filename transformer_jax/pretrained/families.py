@@ -1,0 +1,217 @@
+"""Families of pretrained models: the settings and weight names of each class in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from transformer_jax.pretrained.weights import Library
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gated-gelu": "geglu",
+    "gated-gelu_new": "geglu",
+    "gated-silu": "swiglu",
+}
+
+
+class Family(NamedTuple):
+    """A model class of transformers."""
+
+    name: str
+    """Name of the class."""
+    library: Library
+    """Names of its weights."""
+    fields: Mapping[str, str]
+    """Fields of its config.json, and the fields of ``ModelConfig`` that they set."""
+    settings: Mapping[str, Any]
+    """The other settings that differ from the paper's."""
+    separate: Mapping[str, str] = {}
+    """Names of its weights if source and target do not share embeddings."""
+    required: Mapping[str, tuple[Any, ...]] = {}
+    """Fields of config.json that have no counterpart here, and their supported values."""
+    languages: str = "(?!)"
+    """Regular expression for the special tokens of languages; its group is the code."""
+    first_tokens: tuple[str, ...] | None = None
+    """Tokens before those of a SentencePiece model, and ..."""
+    num_skipped: int = 0
+    """... the number of the model's own first tokens that they replace. None: not supported without
+    tokenizer.json."""
+
+
+# In fairseq's models, encoder and decoder have the same fields.
+_FIELDS = {
+    "d_model": "d_model",
+    "encoder_layers": "num_layers",
+    "decoder_layers": "num_decoder_layers",
+    "encoder_attention_heads": "num_heads",
+    "encoder_ffn_dim": "d_ff",
+    "activation_function": "activation",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "activation_dropout": "feed_forward_dropout",
+    "scale_embedding": "embedding_scale",
+    "max_position_embeddings": "max_positions",
+}
+_LAYER = {
+    "self_attention.query": "self_attn.q_proj.{}",
+    "self_attention.key": "self_attn.k_proj.{}",
+    "self_attention.value": "self_attn.v_proj.{}",
+    "self_attention.output": "self_attn.out_proj.{}",
+    "self_attention_residual": "self_attn_layer_norm.{}",
+    "cross_attention.query": "encoder_attn.q_proj.{}",
+    "cross_attention.key": "encoder_attn.k_proj.{}",
+    "cross_attention.value": "encoder_attn.v_proj.{}",
+    "cross_attention.output": "encoder_attn.out_proj.{}",
+    "cross_attention_residual": "encoder_attn_layer_norm.{}",
+    "feed_forward.inner": "fc1.{}",
+    "feed_forward.output": "fc2.{}",
+    "feed_forward_residual": "final_layer_norm.{}",
+}
+_EMBEDDINGS = {"target_embedding.matrix": "model.shared.weight", "softmax_matrix": "lm_head.weight"}
+_BIAS = {"softmax_bias": "final_logits_bias"}
+_NORMS = {"final_norm": "model.{side}.layer_norm.{}"}
+_LEARNED = {
+    "source_embedding.position_matrix": "model.encoder.embed_positions.weight",
+    "source_embedding.norm.scale": "model.encoder.layernorm_embedding.weight",
+    "source_embedding.norm.bias": "model.encoder.layernorm_embedding.bias",
+    "target_embedding.position_matrix": "model.decoder.embed_positions.weight",
+    "target_embedding.norm.scale": "model.decoder.layernorm_embedding.weight",
+    "target_embedding.norm.bias": "model.decoder.layernorm_embedding.bias",
+}
+_FAIRSEQ = {"norm_epsilon": 1e-5, "attention_bias": True}
+_BART = {
+    **_FAIRSEQ,
+    "positions": "learned",
+    "position_offset": 2,
+    "embedding_norm": True,
+    "share_positions": False,
+    "softmax_bias": True,
+}
+_FAIRSEQ_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
+_PEGASUS_TOKENS = ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{i}>" for i in range(2, 103)))
+_PRE_NORM = {"norm": "pre", "final_norm": True}
+
+
+def _library(*names: Mapping[str, str], sines_first: bool = False) -> Library:
+    merged = {name: each for table in (*names, _LAYER) for name, each in table.items()}
+    return Library(merged, "model.{side}.layers.{number}.", sines_first=sines_first)
+
+
+_T5_NAMES = {
+    "target_embedding.matrix": "shared.weight",
+    "softmax_matrix": "lm_head.weight",
+    "final_norm": "{side}.final_layer_norm.{}",
+    "relative_bias": "layer.0.SelfAttention.relative_attention_bias.weight",
+    "self_attention.query": "layer.0.SelfAttention.q.{}",
+    "self_attention.key": "layer.0.SelfAttention.k.{}",
+    "self_attention.value": "layer.0.SelfAttention.v.{}",
+    "self_attention.output": "layer.0.SelfAttention.o.{}",
+    "self_attention_residual": "layer.0.layer_norm.{}",
+    "cross_attention.query": "layer.1.EncDecAttention.q.{}",
+    "cross_attention.key": "layer.1.EncDecAttention.k.{}",
+    "cross_attention.value": "layer.1.EncDecAttention.v.{}",
+    "cross_attention.output": "layer.1.EncDecAttention.o.{}",
+    "cross_attention_residual": "layer.1.layer_norm.{}",
+    "encoder.feed_forward.inner": "layer.1.DenseReluDense.wi.{}",
+    "encoder.feed_forward.gate": "layer.1.DenseReluDense.wi_0.{}",
+    "encoder.feed_forward.output": "layer.1.DenseReluDense.wo.{}",
+    "encoder.feed_forward_residual": "layer.1.layer_norm.{}",
+    "decoder.feed_forward.inner": "layer.2.DenseReluDense.wi.{}",
+    "decoder.feed_forward.gate": "layer.2.DenseReluDense.wi_0.{}",
+    "decoder.feed_forward.output": "layer.2.DenseReluDense.wo.{}",
+    "decoder.feed_forward_residual": "layer.2.layer_norm.{}",
+}
+_T5_LIBRARY = Library(_T5_NAMES, "{side}.block.{number}.")
+_T5_FIELDS = {
+    "d_model": "d_model",
+    "d_ff": "d_ff",
+    "d_kv": "d_k",
+    "num_heads": "num_heads",
+    "num_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "relative_attention_num_buckets": "relative_buckets",
+    "relative_attention_max_distance": "relative_distance",
+    "dropout_rate": "dropout",
+    "layer_norm_epsilon": "norm_epsilon",
+    "feed_forward_proj": "activation",
+}
+_T5 = {
+    **_PRE_NORM,
+    "norm_type": "rms",
+    "feed_forward_bias": False,
+    "positions": "relative",
+    "attention_scale": False,
+    "embedding_scale": "none",
+}
+
+
+def _t5(name: str, **settings: Any) -> Family:
+    return Family(
+        name,
+        _T5_LIBRARY,
+        _T5_FIELDS,
+        _T5 | settings,
+        languages="<2([A-Za-z_]+)>",  # MADLAD-400
+        first_tokens=(),
+    )
+
+
+FAMILIES = {
+    "marian": Family(
+        "MarianMTModel",
+        _library(_EMBEDDINGS, _BIAS, sines_first=True),
+        _FIELDS,
+        _FAIRSEQ | {"softmax_bias": True},
+        separate={
+            "source_embedding.matrix": "model.encoder.embed_tokens.weight",
+            "target_embedding.matrix": "model.decoder.embed_tokens.weight",
+        },
+        required=dict.fromkeys(
+            ("normalize_before", "normalize_embedding", "add_final_layer_norm"), (False,)
+        ),
+    ),
+    "m2m_100": Family(
+        "M2M100ForConditionalGeneration",
+        _library(_EMBEDDINGS, _NORMS),
+        _FIELDS,
+        _FAIRSEQ | _PRE_NORM | {"positions": "tensor2tensor", "position_offset": 2},
+        languages="__([a-z]{2,3})__|([a-z]{3}_[A-Z][a-z]{3})",
+        first_tokens=_FAIRSEQ_TOKENS,
+        num_skipped=3,
+    ),
+    "bart": Family(
+        "BartForConditionalGeneration",
+        _library(_EMBEDDINGS, _LEARNED, _BIAS),
+        _FIELDS,
+        _BART,
+        required={"normalize_before": (False,), "normalize_embedding": (True,)},
+    ),
+    "mbart": Family(
+        "MBartForConditionalGeneration",
+        _library(_EMBEDDINGS, _LEARNED, _NORMS, _BIAS),
+        _FIELDS,
+        _BART | _PRE_NORM,
+        required={"normalize_before": (True,), "normalize_embedding": (True,)},
+        languages="([a-z]{2}_[A-Z]{2})",
+        first_tokens=_FAIRSEQ_TOKENS,
+        num_skipped=3,
+    ),
+    "pegasus": Family(
+        "PegasusForConditionalGeneration",
+        _library(_EMBEDDINGS, _NORMS, _BIAS, sines_first=True),
+        _FIELDS,
+        _FAIRSEQ | _PRE_NORM | {"softmax_bias": True},
+        first_tokens=_PEGASUS_TOKENS,
+        num_skipped=2,
+    ),
+    "t5": _t5("T5ForConditionalGeneration"),
+    "mt5": _t5("MT5ForConditionalGeneration"),
+    "umt5": _t5("UMT5ForConditionalGeneration", relative_bias="layer"),
+}
+"""Families by ``model_type`` in config.json."""

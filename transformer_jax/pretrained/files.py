@@ -1,0 +1,152 @@
+"""Files of pretrained models in transformers' format: JSON, and weights one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+
+from transformer_jax.errors import UserError, one_line
+from transformer_jax.storage.files import parse_object
+
+# Names in safetensors files.
+_DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """A parameter that is read from its file when NumPy asks for it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.read()
+
+
+def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArray]:
+    """Return the tensors in model.safetensors, its shards or pytorch_model.bin, by name."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    pickle = folder / "pytorch_model.bin"
+    if not (whole.exists() or index.exists()):
+        if allow_pickle and pickle.exists():
+            return _read_pickle(pickle)
+        if allow_pickle:
+            raise UserError(
+                f"{str(folder)!r} has no model.safetensors and no {pickle.name}; expected one of "
+                "them. Pickles in several files are not read: let transformers load the model and "
+                "write it again, with save_pretrained(FOLDER)."
+            )
+        raise UserError(
+            f"{str(folder)!r} has no model.safetensors. Use a revision that has it, for example "
+            "NAME@refs/pr/NUMBER (docs/pretrained.md). If the model has only pytorch_model.bin, a "
+            "pickle, and you trust it: python -m transformer_jax.pretrained import --allow-pickle."
+        )
+    names = [whole.name]
+    if index.exists() and not whole.exists():
+        table = read_json(index, {"weight_map": dict})["weight_map"]
+        names = sorted({str(name) for name in table.values()})
+    found: dict[str, LazyArray] = {}
+    for name in names:
+        file = folder / name
+        if Path(name).name != name:
+            raise _outside(file)
+        try:
+            with safe_open(file, framework="numpy"), file.open("rb") as stream:  # checks the file
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            header.pop("__metadata__", None)
+            found |= {each: _lazy(file, place) for each, place in header.items()}
+        except Exception as error:  # many exception types, not all public
+            raise not_read(file, error) from None
+    return found
+
+
+def _read_pickle(file: Path) -> dict[str, LazyArray]:
+    try:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyTorch, for unusual pickles
+            read = torch.load(file, map_location="cpu", weights_only=True)
+        return {
+            name: LazyArray(tuple(x.shape), lambda x=x: x.float().numpy())  # type: ignore[misc]
+            for name, x in read.items()
+        }
+    except ModuleNotFoundError:
+        raise UserError(
+            f"Reading {file.name} requires PyTorch. Install it (pip install torch) or download "
+            "model.safetensors."
+        ) from None
+    except UnpicklingError:  # its message advises to run the code in the pickle
+        error = UserError("it has objects that are not tensors, or is not a pickle")
+        raise not_read(file, error) from None
+    except Exception as error:  # many exception types, not all public
+        raise not_read(file, error) from None
+
+
+def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:
+    """Return a tensor, given its place in the file. Memory-mapped pages would count as memory."""
+    start, end = place["data_offsets"]
+    if place["dtype"] not in _DTYPES:  # quantized
+        raise UserError(f"its data type {place['dtype']} is not one of {', '.join(_DTYPES)}")
+    dtype = np.dtype(_DTYPES[place["dtype"]])
+
+    def read() -> np.ndarray:
+        with file.open("rb") as stream:
+            begin = 8 + int.from_bytes(stream.read(8), "little") + start
+            x = np.fromfile(stream, dtype, (end - start) // dtype.itemsize, offset=begin - 8)
+        return x.reshape(place["shape"]).astype(np.float32, copy=False)
+
+    return LazyArray(tuple(place["shape"]), read)
+
+
+def check_links(folder: Path) -> None:
+    """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache, and
+    for a broken link.
+    """
+    inside = folder.resolve()
+    for file in inside.glob("*"):
+        try:
+            target = file.resolve(strict=True)
+        except (OSError, RuntimeError):  # a loop is a RuntimeError before Python 3.13
+            raise _outside(file) from None
+        if not any(map(target.is_relative_to, (inside, inside.parent.parent / "blobs"))):
+            raise _outside(file)
+
+
+def _outside(file: Path) -> UserError:
+    return UserError(
+        f"{str(file)!r} leads out of the folder, or nowhere; expected a file in it. Replace the "
+        "link with a copy of the file, or remove it."
+    )
+
+
+def read_json(
+    file: Path, fields: Mapping[str, Any] = MappingProxyType({}), *, missing_ok: bool = False
+) -> dict[str, Any]:
+    """Read a JSON object with ``fields`` of these types. Raises ``UserError``."""
+    if missing_ok and not file.exists():
+        return {}
+    try:
+        return parse_object(file.read_bytes(), file.name, **fields)
+    except (OSError, UserError) as error:
+        raise not_read(file, error) from None
+
+
+def not_read(file: Path, error: Exception) -> UserError:
+    """Return the error for a file that is missing, corrupt or of another format."""
+    reason = one_line(error).rstrip(".")
+    return UserError(
+        f"{str(file)!r} cannot be read ({reason}); expected a file from a Hugging "
+        "Face folder in transformers' format (not Marian's own model.npz). Download it again: hf "
+        "download NAME --local-dir FOLDER"
+    )

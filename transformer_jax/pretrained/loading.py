@@ -1,0 +1,106 @@
+"""Loading a model by name: a work directory, a model folder, a URL, or a pretrained model.
+
+A pretrained model, ``hf://NAME`` or ``hf://NAME@REVISION``, is downloaded and imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer, abstract_model
+from transformer_jax.pretrained.folder import Pretrained
+from transformer_jax.pretrained.hub import find_pretrained
+from transformer_jax.pretrained.weights import with_parameters
+from transformer_jax.runs.checkpoint import config_of, delete_checkpoint
+from transformer_jax.runs.model_folder import read_model, save_model
+from transformer_jax.runs.remote_workdir import cached_folder, local_copy
+from transformer_jax.settings.config import Config
+from transformer_jax.storage.files import MANIFEST, locked
+from transformer_jax.tokenization.tokenizer import Tokenizer
+
+
+def load_model(path: str | Path) -> tuple[Config, Transformer, Tokenizer]:
+    """Load the trained model from a work directory, a model folder or a checkpoint, or their URL.
+
+    In a work directory, this is the model in ``model/`` or, until training finishes, the newest
+    checkpoint, and its config.json determines the ``decoding`` settings. Raises ``UserError`` if
+    the model or checkpoint is missing or corrupt.
+    """
+    config, parameters, tokenizer = load_parameters(path)
+    graph = abstract_model(config.model).graph
+    return config, nnx.merge(graph, jax.tree.map(jnp.asarray, parameters)), tokenizer
+
+
+def load_parameters(path: str | Path) -> tuple[Config, Any, Tokenizer]:
+    """Load a model like ``load_model``, but as a nested dict of NumPy arrays."""
+    return read_model(local_workdir(path), path)
+
+
+def local_workdir(workdir: str | Path) -> Path:
+    """Return a local folder for reading a work directory, a model folder or a checkpoint.
+
+    A URL is copied first: small files and the model or, without ``model/``, the parameters of the
+    last checkpoint. A pretrained model, hf://NAME or hf://NAME@REVISION, is downloaded and
+    imported.
+    """
+    if str(workdir).startswith("hf://"):
+        return pretrained_workdir(str(workdir).removeprefix("hf://"))
+    return local_copy(workdir)
+
+
+def pretrained_workdir(name: str | Path) -> Path:
+    """Return the model folder of a pretrained model, after importing it into the cache.
+
+    ``name`` is NAME or NAME@REVISION on the Hugging Face Hub, or a folder in transformers' format
+    or a model folder.
+    """
+    source = find_pretrained(str(name))
+    if (source / MANIFEST).exists():
+        return source
+    newest = max((file.stat().st_mtime_ns for file in source.glob("*")), default=0)
+    folder = cached_folder(f"{source.resolve()}-{newest}", "read")
+    with locked(folder.with_suffix(".lock")):
+        try:
+            config_of(folder)
+        except UserError:  # not imported yet, or by another version of this package
+            delete_checkpoint(folder)
+            import_into(source, folder)
+    return folder
+
+
+def import_huggingface(
+    folder: Path,
+    *,
+    lazy: bool = False,
+    allow_pickle: bool = False,
+    languages: tuple[str, str] = ("", ""),
+) -> tuple[Config, Transformer, Tokenizer]:
+    """Load a pretrained model of a family in ``families.py``.
+
+    ``save_model`` writes the result as a model folder. Token ids are renumbered, because this
+    package has fixed ids for PAD, BOS, EOS and UNK. The model computes the same function. If
+    ``lazy``, parameters are read when they are saved, one at a time. With ``allow_pickle``, models
+    are also read from pytorch_model.bin, by PyTorch, whole. ``languages`` are the codes of source
+    and target by default, for a model of many languages.
+
+    Raises:
+      UserError: a file, setting or tensor is missing, unexpected or unsupported.
+    """
+    pretrained = Pretrained(folder, allow_pickle=allow_pickle, languages=languages)
+    shape = pretrained.model_config()
+    parameters = pretrained.parameters(shape)
+    arrays = parameters if lazy else {name: jnp.asarray(x) for name, x in parameters.items()}
+    return pretrained.config(shape), with_parameters(shape, arrays), pretrained.tokenizer()
+
+
+def import_into(source: Path, folder: Path, **options: Any) -> None:
+    """Write the model folder of the pretrained model in ``source`` to the empty ``folder``.
+    ``options`` are those of ``import_huggingface``.
+    """
+    save_model(folder, *import_huggingface(source, lazy=True, **options))

@@ -1,0 +1,225 @@
+"""Conversion of weights to and from other libraries, with one table of names for both directions.
+
+"Plain" weights are a flat dict of float32 NumPy arrays under our own names
+(``encoder.layers.0.self_attention.query.kernel``), with heads concatenated. A tied matrix appears
+once. Additional axis letters: I inputs, O outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.pretrained.files import LazyArray
+from transformer_jax.settings.config import ModelConfig
+
+Weights = dict[str, np.ndarray]
+
+_IN_STACK = re.compile(
+    r"(encoder|decoder)\.(?:(?:layers|relative_biases)\.(\d+)\.)?"
+    r"(?:(.+?)(?:\.norm)?\.(kernel|bias|scale)|table)"
+)
+
+
+class Library(NamedTuple):
+    """A library's weight names. Its kernels are [O, I]."""
+
+    names: Mapping[str, str]
+    """The library's names for weights outside the layers, for ``final_norm``, where {side} is the
+    encoder or the decoder, and for the parts of a layer. In a part's name, {} stands for the name
+    of a kernel, a bias, or the scale or bias of a norm. If the encoder and the decoder use
+    different names, the key starts with ``encoder.`` or ``decoder.``. Weights with the same name
+    are one array, concatenated in this order along the output axis."""
+    layer: str
+    """Format string for the prefix of a layer's weight names: {side} is the encoder or the decoder,
+    {number} is the index of the layer."""
+    norm: tuple[str, str] = ("weight", "bias")
+    """Names of a norm's scale and bias. Other modules use weight and bias."""
+    sines_first: bool = False
+    """Sinusoids are the paper's, with all sines before all cosines."""
+
+
+def to_library(weights: Weights, library: Library) -> Weights:
+    """Convert plain weights to weights of ``library``."""
+    tensors = {}
+    for theirs, ours in _names(weights, library).items():
+        shares = []
+        for name in ours:
+            x = weights[name]
+            x = sines_first(name, x) if library.sines_first else x
+            shares.append(_with_their_axes(name, x, theirs))
+        tensors[theirs] = np.ascontiguousarray(np.concatenate(shares))
+    return tensors
+
+
+def from_library(
+    tensors: Mapping[str, Any], config: ModelConfig, library: Library, where: str, *, optional: str
+) -> dict[str, LazyArray]:
+    """Find the parameters of a model, by name, among the arrays of ``library``.
+
+    Missing arrays are zero if their names match the regular expression ``optional``.
+
+    Raises ``UserError``, which begins with ``where``, for missing or unexpected names and wrong
+    shapes, and, when a parameter is read, for NaN and infinity.
+    """
+
+    def read(theirs: str, place: int, ours: list[str]) -> np.ndarray:
+        x, name = np.asarray(given[theirs]), ours[place]
+        with np.errstate(invalid="ignore"):  # inf - inf
+            total = x.sum(dtype=np.float64)  # needs no memory, unlike isfinite(x)
+        if not np.isfinite(total):
+            count = np.count_nonzero(~np.isfinite(x))
+            raise UserError(
+                f"{where} have {count:,} NaN or infinite values in {theirs}; expected finite "
+                "numbers. Download or train the weights again."
+            )
+        x = np.split(x, len(ours))[place]
+        x = x.T if name.endswith("kernel") else x
+        x = sines_first(name, x, back=True) if library.sines_first else x
+        x = x / scale if (scale := _scale(name, config)) else x
+        return np.ascontiguousarray(x.reshape(shapes[name]))
+
+    shapes = parameter_shapes(config)
+    found, expected = dict[str, LazyArray](), dict[str, tuple[int, ...]]()
+    for theirs, ours in _names(shapes, library).items():
+        for place, name in enumerate(ours):
+            like = np.broadcast_to(0, _plain_shape(name, shapes[name]))
+            like = _with_their_axes(name, like, theirs)
+            expected[theirs] = len(ours) * len(like), *like.shape[1:]
+            found[name] = LazyArray(shapes[name], partial(read, theirs, place, ours))
+    tied = {*library.names.values()} - expected.keys()
+    given: dict[str, Any] = {
+        name: np.zeros(shape, np.float32)
+        for name, shape in expected.items()
+        if re.search(optional, name)
+    } | {name: x for name, x in tensors.items() if name not in tied}
+    for name in sorted(expected.keys() | given.keys()):
+        has = f"shape {given[name].shape}" if name in given else "no tensor"
+        wanted = f"shape {expected[name]}" if name in expected else "no tensor"
+        if has != wanted:
+            raise UserError(
+                f"{where} have {has} for {name}; expected {wanted}. Use weights and settings of "
+                "the same model."
+            )
+    return found
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters by name."""
+    return {name: x.shape for name, x in _by_name(_abstract_model(config)[1])}
+
+
+def with_parameters(config: ModelConfig, parameters: Mapping[str, Any]) -> Transformer:
+    """Build a model with these parameters, by name."""
+    graph, tree = _abstract_model(config)
+    return nnx.merge(graph, jax.tree.map_with_path(lambda path, _: parameters[_name(path)], tree))
+
+
+def plain_weights(model: Transformer) -> Weights:
+    """Return the plain weights of ``model``. Learned positions are scaled like the embeddings."""
+    weights, state = {}, nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    for name, parameter in _by_name(state):
+        x = np.asarray(parameter).reshape(_plain_shape(name, parameter.shape))
+        weights[name] = x * scale if (scale := _scale(name, model.config)) else x
+    return weights
+
+
+def with_biases(model: Transformer) -> Weights:
+    """Return the plain weights of ``model``, with zeros for all biases that it does not have.
+
+    Raises ``UserError`` for a head size other than d_model / num_heads, which other libraries do
+    not support.
+    """
+    config = model.config
+    for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
+        if width * config.num_heads != config.d_model:
+            raise UserError(
+                f"model.{name} is {width}; expected model.d_model / model.num_heads = "
+                f"{config.d_model} / {config.num_heads}. Other libraries require this size."
+            )
+    weights = plain_weights(model)
+    biases: Weights = {"softmax_bias": np.zeros(config.vocab_size, np.float32)}
+    for name, x in weights.items():
+        if name.endswith("kernel"):
+            biases[name.replace("kernel", "bias")] = np.zeros(x.shape[1], np.float32)
+        if name.endswith("norm.scale") and config.norm_type == "layer":
+            biases[name.replace("scale", "bias")] = np.zeros(len(x), np.float32)
+    return biases | weights
+
+
+def sines_first(name: str, x: np.ndarray, *, back: bool = False) -> np.ndarray:
+    """Permute the d_model dimension of a plain weight, so that all sines come before all cosines:
+    0 2 4 ... 1 3 5 ...; or ``back``.
+
+    If all weights and positions are permuted, the model computes the same function.
+    """
+    # d_model is the first axis of these kernels, and the last axis of other weights.
+    begins = re.search(r"\.(query|key|value|inner|gate)\.", name)
+    if name == "softmax_bias" or (begins and not name.endswith("kernel")):
+        return x
+    axis = 0 if begins else -1
+    order_D = np.arange(x.shape[axis]).reshape(-1, 2).T.ravel()
+    return x.take(np.argsort(order_D) if back else order_D, axis)
+
+
+def _plain_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a parameter with concatenated heads."""
+    if re.search(r"_attention\.(query|key|value)\.", name):
+        return (*shape[:-2], shape[-2] * shape[-1])
+    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
+
+
+def _by_name(parameters: Any) -> list[tuple[str, Any]]:
+    return [(_name(path), x) for path, x in jax.tree.leaves_with_path(parameters)]
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+@cache
+def _abstract_model(config: ModelConfig) -> tuple[Any, Any]:
+    """Return a model's graph, and the shapes of its parameters."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(model, nnx.Param)
+    return graph, nnx.to_pure_dict(parameters)
+
+
+def _scale(name: str, config: ModelConfig) -> np.float32 | None:
+    """Return the factor of a table of learned positions, if it has one."""
+    is_scaled = name.endswith("position_matrix") and config.embedding_scale == "all"
+    return np.float32(config.d_model**0.5) if is_scaled else None
+
+
+def _with_their_axes(name: str, x: np.ndarray, theirs: str) -> np.ndarray:
+    """Change the axes of a plain weight to those of the array ``theirs`` of a library."""
+    if theirs == "final_logits_bias":
+        return x[None]
+    return x.T if name.endswith("kernel") else x
+
+
+def _names(weights: Iterable[str], library: Library) -> dict[str, list[str]]:
+    """Map each library name to our names for the arrays that it concatenates."""
+    found: dict[str, list[str]] = {}
+    order, places = list(library.names), []
+    for ours in weights:
+        key, prefix, side, name = ours, "", "", ""
+        if match := _IN_STACK.fullmatch(ours):
+            side, _, part, leaf = match.groups("relative_bias")
+            key = part if part in library.names else f"{side}.{part}"
+            prefix = library.layer.format(side=side, number=match[2]) if match[2] else ""
+            scale, bias = library.norm if "norm" in ours else ("weight", "bias")
+            name = bias if leaf.endswith("bias") else scale
+        theirs = prefix + library.names[key].format(name, side=side)
+        places.append((order.index(key), theirs, ours))
+    for _, theirs, ours in sorted(places):
+        found.setdefault(theirs, []).append(ours)
+    return found

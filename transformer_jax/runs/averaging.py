@@ -1,0 +1,116 @@
+"""Retention and averaging: the checkpoints that a run keeps, and those that its model averages.
+
+Steps are listed newest first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_jax.runs.checkpoint import checkpoint_name, config_of, saved_parameters
+from transformer_jax.settings.config import TrainingConfig
+from transformer_jax.storage.files import AnyPath
+
+log = logging.getLogger(__name__)
+
+
+def kept(
+    checkpoints: AnyPath, steps: Sequence[int], best_step: int | None, training: TrainingConfig
+) -> set[int]:
+    """Return the steps whose checkpoints to keep, of those in a ``checkpoints/`` folder.
+
+    These are the newest one, the newest ``keep_checkpoints`` scheduled ones, and those that can be
+    averaged for the model.
+    """
+    scheduled, chains = _candidates(checkpoints, steps, best_step, training)
+    return {*scheduled[: training.keep_checkpoints]}.union(*chains)
+
+
+def choose(
+    checkpoints: AnyPath,
+    steps: Sequence[int],
+    best_step: int | None,
+    training: TrainingConfig,
+    *,
+    stopped_early: bool,
+    dev_loss: Callable[[Any], float] | None,
+) -> tuple[list[int], Any]:
+    """Choose the steps to average for a run's model. Returns them and their average.
+
+    ``training.average`` sets how many; ``auto`` selects the number with the lowest dev loss, and a
+    fixed number is compared with it.
+    """
+    _, chains = _candidates(checkpoints, steps, best_step, training)
+    if training.average != "auto":
+        chains = chains[-1:] if stopped_early else chains[:1]
+    elif dev_loss is None:
+        log.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
+        chains = [steps[:1]]
+    if sum(map(len, chains)) == 1:
+        dev_loss = None  # nothing to compare
+    best: tuple[float, Sequence[int], Any] = math.inf, (), None
+    for chain in chains:
+        for count, average in enumerate(load_averages(checkpoints, chain), start=1):
+            loss = min(math.inf, dev_loss(average)) if dev_loss else math.inf  # NaN is the worst
+            if not best[1] or loss < best[0]:
+                best = loss, chain[:count], average
+    if training.average == "auto":
+        return list(best[1]), best[2]
+    if best[0] < loss:
+        log.info(
+            "On the dev set, the %s is better (loss %.4f) than the average of %d (%.4f); run "
+            "again with --training.average auto to use it.",
+            *(described(best[1]), best[0], len(chain), loss),
+        )
+    return list(chain), average
+
+
+def described(steps: Sequence[int]) -> str:
+    """Describe averaged checkpoints (newest first) for a message; none: an imported model."""
+    if len(steps) < 2:
+        return f"checkpoint {steps[0]}" if steps else "imported model"
+    return f"average of {len(steps)} checkpoints, {steps[-1]} to {steps[0]}"
+
+
+def load_averages(checkpoints: AnyPath, steps: Sequence[int]) -> Iterator[Any]:
+    """Yield the average of the first n steps' checkpoints, for n = 1, 2, and so on.
+
+    Each checkpoint is read once (see ``saved_parameters``).
+    """
+    first = total = None
+    for count, step in enumerate(steps, start=1):
+        loaded = saved_parameters(checkpoints / checkpoint_name(step))
+        first = loaded if first is None else first
+        total = loaded if total is None else jax.tree.map(np.add, total, loaded)
+        yield jax.tree.map(partial(_mean, count), first, loaded, total)
+
+
+def _mean(count: int, first: np.ndarray, last: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Return the mean, without rounding if the parameter is frozen."""
+    return first if np.array_equal(first, last) else total / np.float32(count)
+
+
+def _candidates(
+    checkpoints: AnyPath, steps: Sequence[int], best_step: int | None, training: TrainingConfig
+) -> tuple[list[int], list[Sequence[int]]]:
+    """Return the scheduled steps, and the steps to average up to the newest and the best one.
+
+    Averages skip checkpoints saved only for an interruption or an evaluation, so interruptions do
+    not change a run's result. The interval is the one with which a checkpoint was saved.
+    """
+
+    def is_scheduled(step: int) -> bool:
+        config = config_of(checkpoints / checkpoint_name(step))
+        return step % config.training.checkpoint_every == 0
+
+    scheduled = list(filter(is_scheduled, steps))
+    most = training.keep_checkpoints if training.average == "auto" else training.average
+    ends = [step for step in steps if step in (steps[0], best_step)]
+    return scheduled, [[end, *(step for step in scheduled if step < end)][:most] for end in ends]

@@ -1,0 +1,232 @@
+"""Forced decoding: log-probabilities and soft alignments of given targets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from transformer_jax.decoding.devices import on_device
+from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.length_buckets import padded_length
+from transformer_jax.decoding.search import length_divisor
+from transformer_jax.errors import UserError
+from transformer_jax.model.gpu import on_one_device
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
+from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.alignment import alignment
+from transformer_jax.translation.loading import check_vocabulary
+from transformer_jax.translation.records import Request, Translation, blocks, check_text
+
+logger = logging.getLogger(__name__)
+
+Tokens = Sequence[int]
+
+_MAX_LOGITS = 2**22
+_FULL_LENGTH = 64
+_LONGEST = 4096  # attention memory is quadratic in length
+
+
+class Scorer:
+    """Scores given targets with one model or an ensemble.
+
+    An ensemble averages its models' probabilities. A batch has ``config.batch_size`` pairs of up to
+    64 tokens, or fewer longer pairs. Each shape is compiled once per device.
+
+    Attributes:
+      longest: maximum length of a sentence in tokens, EOS included; 4,096 or, if smaller, the
+        number of learned positions.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | Ensemble,
+        tokenizer: Tokenizer,
+        config: DecodingConfig | None = None,
+        *,
+        devices: Sequence[jax.Device] = (),
+    ):
+        """Distribute batches over ``devices`` in turn (default: the parameters' device).
+
+        Raises:
+          UserError: model and tokenizer have different vocabulary sizes.
+        """
+        check_vocabulary(model, tokenizer)
+        self.tokenizer, self.config = tokenizer, config or DecodingConfig()
+        self.longest = min(_LONGEST, model.config.position_limit)
+        models = model.models if isinstance(model, Ensemble) else [model]
+        self._layers = min(each.config.decoder_layers for each in models)
+        self._graph, parameters = nnx.split(model, nnx.Param)
+        self._parameters = [on_device(parameters, device) for device in devices or [None]]
+        self._log_probs_BT = jax.jit(self._score_batch)
+        self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
+
+    def score(self, pairs: Iterable[tuple[str | Request, str]]) -> list[Translation]:
+        """Score (source, target) pairs. Returns each target, in order, as a ``Translation`` with
+        its log-probabilities, EOS included. A ``Request`` can have the languages of its pair.
+
+        An empty line is scored as a single EOS. A pair with a sentence of more than ``longest``
+        tokens gets NaN scores and a warning.
+
+        Raises:
+            UserError: a source or target is not text, or a language is unknown.
+        """
+        requests, targets = list[Request](), list[str]()
+        for number, (source, target) in enumerate(pairs, 1):
+            requests.append(Request.of(source, number))
+            check_text(requests[-1].text, f"Line {number}: source")
+            check_text(target, f"Line {number}: target")
+            targets.append(target)
+        tokens = self.tokenizer.target.encode(targets, first=())
+        firsts = [request.first_ids(self.tokenizer)[1] for request in requests]
+        encoded = [first + ids for first, ids in zip(firsts, tokens)]
+        scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
+        alpha, offset = self.config.length_penalty, self.config.length_offset
+        translations = []
+        for text, first, ids, log_probs in zip(targets, firsts, encoded, scored):
+            # The language is free, as in the search.
+            log_probs = np.pad(log_probs[len(first) :], (len(first), 0))
+            log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
+            score = log_prob / float(length_divisor(length, alpha, offset))
+            names = tuple(self.tokenizer.target.tokens(ids))
+            each = tuple(map(float, log_probs))
+            translations.append(Translation(text, score, log_prob, length, names, each))
+        return translations
+
+    def align(
+        self, pairs: Sequence[tuple[str | Request, Translation]], *, layer: int | None = None
+    ) -> list[Translation]:
+        """Add an ``alignment`` to each translation, from a second pass with teacher forcing.
+
+        A pair gets no alignment if its translation is empty or either side exceeds ``longest``.
+        Raises the same errors as ``align_tokens``.
+        """
+        requests = [Request.of(source, number) for number, (source, _) in enumerate(pairs, 1)]
+        sources = self._sources(requests)
+        targets = [self.tokenizer.target.ids(translation.tokens) for _, translation in pairs]
+        tokens = list(zip(sources, targets))
+        aligned = []
+        weights = self.align_tokens(tokens, layer=layer)
+        for request, (_, translation), ids, weights_TS in zip(requests, pairs, tokens, weights):
+            if weights_TS is not None and translation.tokens:
+                found = alignment(self.tokenizer, (request.text, translation.text), ids, weights_TS)
+                translation = replace(translation, alignment=found)
+            aligned.append(translation)
+        return aligned
+
+    def _sources(self, requests: Sequence[Request]) -> list[list[int]]:
+        encoded = self.tokenizer.source.encode([each.text for each in requests], first=())
+        return [each.first_ids(self.tokenizer)[0] + ids for each, ids in zip(requests, encoded)]
+
+    def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
+        """Return the natural log-probabilities of each target's tokens, then of EOS, in float32.
+        They are NaN for a pair that is too long. ``pairs`` do not include EOS.
+        """
+        rows = self._in_batches(self._log_probs_BT, pairs)
+        lengths = [len(target) + 1 for _, target in pairs]
+        return [
+            np.full(length, np.nan, np.float32) if row is None else row[:length]
+            for row, length in zip(rows, lengths)
+        ]
+
+    def align_tokens(
+        self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int | None = None
+    ) -> list[np.ndarray | None]:
+        """Return each pair's soft alignment as float32 [T, S], with EOS last on both sides. Row t
+        is the attention of target token t over the source. A pair that is too long gets None.
+
+        Weights are averaged over the heads of decoder layer ``layer`` (None: see
+        ``model.alignment_layer``) and over the models. Each row sums to 1.
+
+        Raises:
+            UserError: ``layer`` is out of range.
+        """
+        if not -self._layers <= (layer or 0) < self._layers:
+            raise UserError(
+                f"The alignment layer is {layer}; expected {-self._layers} to {self._layers - 1}, "
+                "one of the decoder's layers."
+            )
+        rows = self._in_batches(partial(self._weights_BTS, layer=layer), pairs)
+        return [
+            None if weights is None else weights[: len(target) + 1, : len(source) + 1]
+            for weights, (source, target) in zip(rows, pairs)
+        ]
+
+    def _in_batches(
+        self, run: Callable[..., Array], pairs: Sequence[tuple[Tokens, Tokens]]
+    ) -> list[np.ndarray | None]:
+        """Call ``run(parameters, source_BL, target_BL)`` with batches of pairs of similar length.
+        Returns the result rows in the order of ``pairs``. A pair that is too long gets None and a
+        warning.
+        """
+        lengths = [1 + max(map(len, pair)) for pair in pairs]
+        padded = {
+            i: min(padded_length(length, 16), self.longest)
+            for i, length in enumerate(lengths)
+            if length <= self.longest
+        }
+        if len(padded) < len(pairs):
+            said = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
+            said += "are skipped."
+            logger.warning(said, len(pairs) - len(padded), len(pairs), self.longest)
+        running: list[tuple[list[int], Array]] = []
+        # Dispatch the longest pairs first, and all batches before waiting for the first result.
+        in_order = sorted(padded, key=padded.__getitem__, reverse=True)
+        for length, same in groupby(in_order, key=padded.__getitem__):
+            rows = self.config.batch_size * _FULL_LENGTH // max(length, _FULL_LENGTH)
+            rows = max(1, rows // len(self._parameters))
+            for batch in blocks(same, rows):
+                sides_2BL = np.full((2, rows, length), PAD_ID, np.int32)
+                for row, i in enumerate(batch):
+                    for side_BL, tokens in zip(sides_2BL, pairs[i]):
+                        side_BL[row, : len(tokens) + 1] = [*tokens, EOS_ID]
+                parameters = self._parameters[len(running) % len(self._parameters)]
+                running.append((batch, run(parameters, *sides_2BL)))
+        found: list[np.ndarray | None] = [None] * len(pairs)
+        for batch, result in running:
+            for i, row in zip(batch, np.asarray(result)):  # remaining rows are padding
+                found[i] = row
+        return found
+
+    def _score_batch(self, parameters: Any, source_BS: Array, target_BT: Array) -> Array:
+        logger.info(
+            "Compiling the scoring function for %d pairs of up to %d tokens.", *source_BS.shape
+        )
+        model = nnx.merge(self._graph, parameters)
+        with on_one_device():
+            hidden = model.hidden(source_BS, target_BT)
+        return _label_log_probs(model, hidden, target_BT)
+
+    def _align_batch(
+        self, parameters: Any, source_BS: Array, target_BT: Array, *, layer: int | None
+    ) -> Array:
+        logger.info(
+            "Compiling the alignment function for %d pairs of up to %d tokens.", *source_BS.shape
+        )
+        model = nnx.merge(self._graph, parameters)
+        return model.cross_attention(source_BS, target_BT, layer)
+
+
+def _label_log_probs(model: Any, hidden: Any, target_BT: Array) -> Array:
+    """Compute target log-probabilities, a few positions at a time. Returns float32 [B, T]."""
+
+    def at_position(position: tuple[Any, Array]) -> Array:
+        hidden, target_B = position
+        logits_BV = model.logits(jax.tree.map(lambda x_BD: x_BD[:, None], hidden))[:, 0]
+        label_B = jnp.take_along_axis(logits_BV, target_B[:, None], axis=-1)[:, 0]
+        return label_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+    width = max(1, _MAX_LOGITS // (len(target_BT) * model.config.vocab_size))
+    by_position = jax.tree.map(lambda x: x.swapaxes(0, 1), (hidden, target_BT))
+    return jax.lax.map(at_position, by_position, batch_size=min(width, len(target_BT.T))).T
