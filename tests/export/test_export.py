@@ -43,6 +43,7 @@ from transformer_jax import (
 from transformer_jax.export.__main__ import main
 from transformer_jax.export.ctranslate2 import export_ctranslate2
 from transformer_jax.export.huggingface import export_huggingface
+from transformer_jax.pretrained.__main__ import main as import_main
 from transformer_jax.pretrained.loading import import_huggingface
 
 EXPORTS = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
@@ -679,7 +680,7 @@ def test_the_import_program_says_how_to_go_on(tmp_path, joint, make, capsys) -> 
     config, model = make(joint, num_layers=1)
     folder = export("huggingface", tmp_path / "hf", config, model, joint)
     workdir = tmp_path / "run"
-    assert main(["import", "--input", str(folder), "--workdir", str(workdir)]) == 0
+    assert import_main(["import", "--input", str(folder), "--workdir", str(workdir)]) == 0
     said = capsys.readouterr().err.splitlines()
     assert said[-2:] == [
         f"Translate:  python decode.py --workdir {workdir}",

@@ -27,11 +27,12 @@ from safetensors.numpy import load_file, save_file
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from transformer_jax.errors import UserError
-from transformer_jax.export.__main__ import main
+from transformer_jax.export.__main__ import main as export
 from transformer_jax.export.ctranslate2 import export_ctranslate2
 from transformer_jax.export.huggingface import export_huggingface
 from transformer_jax.model.positions import RelativeBias
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.pretrained.__main__ import main
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.loading import import_huggingface, load_model
 from transformer_jax.settings.config import Config, ModelConfig
@@ -434,7 +435,7 @@ def test_an_import_is_exported_bit_for_bit(family: Family, tmp_path: Path) -> No
     assert main(flags) == 0
     output = tmp_path / "exported"
     flags = ["--workdir", str(tmp_path / "run"), "--format", "huggingface"]
-    assert main([*flags, "--output", str(output)]) == 0
+    assert export([*flags, "--output", str(output)]) == 0
     original = load_file(family.folder / "model.safetensors")
     assert_same(load_file(output / "model.safetensors"), original)
     for file in family.folder.glob("*.json"):

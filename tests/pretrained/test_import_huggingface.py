@@ -21,9 +21,9 @@ from safetensors.numpy import load_file, save_file
 from transformers.activations import ACT2CLS
 
 from transformer_jax.errors import UserError
-from transformer_jax.export.__main__ import main
 from transformer_jax.export.ctranslate2 import export_ctranslate2
 from transformer_jax.export.huggingface import export_huggingface
+from transformer_jax.pretrained.__main__ import main
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.loading import import_huggingface, load_model
 from transformer_jax.report.attention import sentence_attention
