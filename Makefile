@@ -26,10 +26,13 @@ BRANCHES := tests/export tests/parsing tests/serving tests/test_benchmarks.py te
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(RUN) -m pip install -qq --disable-pip-version-check --no-compile
 
-PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --slowest 12
+
+# What `make test` leaves out: the other values of large grids, and tests that take long.
+SHORT := -m 'not exhaustive'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-gpu lint types unit trunk branches docs check-docs format clean
+.PHONY: help demo quick test test-all test-gpu lint types unit all trunk branches docs check-docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,11 +44,14 @@ demo: $(VENV)/.installed  ## train on number names for a few minutes, then trans
 	@printf '%s\n' $(NUMBERS) | $(RUN) decode.py --workdir runs/demo
 
 quick: lint types  ## lint, types and the fast tests: about 90 s on 2 cores
-	$(PYTEST) $(QUICK)
+	$(PYTEST) $(SHORT) $(QUICK)
 
 # Two at a time: types are checked while what the tests compare with is installed.
-test:  ## lint, types and every test: what CI runs
+test:  ## lint, types and a test of every property: what CI runs
 	@$(MAKE) --no-print-directory --jobs=2 lint types unit
+
+test-all:  ## lint, types and every test: nightly and before a release
+	@$(MAKE) --no-print-directory --jobs=2 lint types all
 
 test-gpu: $(VENV)/.installed-compare $(VENV)/.installed-$(PLATFORM)  ## every test, on a GPU (PLATFORM=tpu: on a TPU)
 	TEST_PLATFORM=$(PLATFORM) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
@@ -57,14 +63,17 @@ lint: $(VENV)/.installed  ## ruff: style and formatting
 types: $(VENV)/.installed  ## mypy
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## every test; also installs PyTorch and CTranslate2 to compare with
+unit: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## a test of every property; also installs PyTorch and CTranslate2 to compare with
+	$(PYTEST) $(SHORT)
+
+all: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## every test
 	$(PYTEST)
 
-trunk: $(VENV)/.installed-compare  ## the tests of the package without its branches
-	$(PYTEST) $(BRANCHES:%=--ignore=%)
+trunk: $(VENV)/.installed-compare  ## the tests of the package without its branches, as in `make unit`
+	$(PYTEST) $(SHORT) $(BRANCHES:%=--ignore=%)
 
-branches: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## the other tests
-	$(PYTEST) $(BRANCHES)
+branches: $(VENV)/.installed-compare $(VENV)/.installed-npm  ## the other tests, as in `make unit`
+	$(PYTEST) $(SHORT) $(BRANCHES)
 
 docs: $(VENV)/.installed-docs  ## the documentation site, in build/site
 	$(RUN) -m sphinx -q -W --keep-going -c docs . build/site

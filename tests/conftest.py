@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -235,11 +236,57 @@ def pytest_fixture_setup() -> Generator[None, Any, Any]:
         return (yield)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the test platform."""
+# CPU seconds of this process and of the programs that it waited for, at the last report of a test,
+# and functions compiled since then. Wall time depends on what else the machine does; these do not.
+cost = {"cpu_s": 0.0, "compiled": 0}
+test_costs: dict[str, Counter[str]] = defaultdict(Counter)
+
+
+def count_compiled(event: str, duration_s: float, **labels: Any) -> None:
+    cost["compiled"] += event == "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Attach the cost of a test's setup, call or teardown to its report."""
+    report = yield
+    cpu_s = sum(os.times()[:4])
+    report.cost = {"cpu_s": cpu_s - cost["cpu_s"], "compiled": cost["compiled"]}
+    cost.update(cpu_s=cpu_s, compiled=0)
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a report's cost. Reports of workers come to the process that started them."""
+    test_costs[report.nodeid].update(getattr(report, "cost", {}))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slowest", type=int, default=0, metavar="N", help="show the N slowest files and tests"
+    )
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print the test platform, and the slowest files and tests by CPU time."""
     terminalreporter.write_line(
         f"on {DEVICE.platform} ({DEVICE.device_kind}), jax {jax.__version__}"
     )
+    if not (count := config.getoption("slowest")):
+        return
+    file_costs: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, test_cost in test_costs.items():
+        file_costs[name.partition("::")[0]].update(test_cost)
+    total_s = sum(file_cost["cpu_s"] for file_cost in file_costs.values())
+    terminalreporter.write_line(f"{total_s:.0f} CPU seconds; the most, and functions compiled:")
+    for costs in (file_costs, test_costs):
+        slowest = sorted(costs, key=lambda name: -costs[name]["cpu_s"])[:count]
+        for name in slowest:
+            terminalreporter.write_line(
+                f"{costs[name]['cpu_s']:7.1f} s {costs[name]['compiled']:5}  {name}"
+            )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -252,9 +299,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often, because tracing creates many objects."""
+    """Collect garbage less often, because tracing creates many objects. Start to count costs."""
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
+    jax.monitoring.register_event_duration_secs_listener(count_compiled)
+    cost["cpu_s"] = sum(os.times()[:4])
 
 
 @pytest.fixture(scope="module", autouse=True)
