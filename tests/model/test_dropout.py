@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from transformer_jax.errors import UserError
-from transformer_jax.model.dropout import DropoutKeys, dropout, kept
+from transformer_jax.model.dropout import DropoutKeys, dropout, keep_mask
 from transformer_jax.model.layers import EncoderLayer
 from transformer_jax.settings.config import ModelConfig
 
@@ -47,7 +47,7 @@ def test_masks_of_a_key_never_change() -> None:
 def test_random_bits_are_unbiased_and_independent() -> None:
     """Each quarter of the last axis uses its own half of a random word."""
     keys = DropoutKeys(jax.random.key(0))
-    masks = np.stack([kept((64, 16, 256), 0.3, keys()) for _ in range(3)])
+    masks = np.stack([keep_mask((64, 16, 256), 0.3, keys()) for _ in range(3)])
     quarters = np.moveaxis(masks.reshape(3, 64, 16, 4, 64), 3, 1).reshape(12, -1)
     np.testing.assert_allclose(
         quarters.mean(axis=1), 0.7, atol=4 * np.sqrt(0.21 / quarters.shape[1])

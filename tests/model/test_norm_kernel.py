@@ -14,7 +14,7 @@ from reference import against_reference, with_gradients
 from benchmarks.hlo import collectives
 from transformer_jax.devices.sharding import batch_sharding, make_mesh, replicated
 from transformer_jax.model import norm_kernel
-from transformer_jax.model.dropout import kept
+from transformer_jax.model.dropout import keep_mask
 from transformer_jax.model.norm_kernel import residual_norm
 from transformer_jax.model.norms import Residual
 from transformer_jax.settings.config import MeshConfig, ModelConfig
@@ -66,7 +66,7 @@ def test_the_mask_equals_that_of_plain_dropout() -> None:
         return residual_norm(x, y, KEY, scale, bias, rate=rate, epsilon=1e-6, interpret=True)
 
     gradient = _with_gradients(run, [y, cotangent])[1]
-    np.testing.assert_array_equal(gradient != 0, kept(y.shape, rate, KEY))
+    np.testing.assert_array_equal(gradient != 0, keep_mask(y.shape, rate, KEY))
 
 
 def test_bfloat16_is_as_exact_as_the_plain_layers() -> None:

@@ -38,8 +38,8 @@ class Batch(NamedTuple):
 
     Targets have no BOS. Segment ids number the pairs in a row from 1, with 0 for padding. Both
     segment arrays are None if every row holds one pair. Rows can be empty (all PAD). Links are the
-    column, counted from 1, of the source token that each target token links to (0: none), or None
-    if the corpus is not aligned.
+    column, counted from 1, of the source token that each target token links to, or 0 for no link.
+    They are None if the corpus is not aligned.
     """
 
     source_BS: Array
@@ -61,28 +61,32 @@ class BatchPlan:
         Raises ``UserError`` if the token budget is too small for ``row_multiple`` rows of the
         maximum length, or (packed) a sentence is longer than a row.
         """
-        self.packed, limits = config.layout == "packed", (config.tokens, config.row_multiple)
-        self._corpus, self._seed = corpus, seed
+        self.packed = config.layout == "packed"
         self.aligned = len(corpus.sides) > 2
-        N, lengths_2N = corpus.num_pairs, corpus.lengths()
+        self._corpus = corpus
+        self._seed = seed
+        limits = (config.tokens, config.row_multiple)
+        N = corpus.num_pairs
         assert N, "the corpus has no pairs"
+        lengths_2N = corpus.lengths()
         tokens_2 = lengths_2N.sum(1, dtype=np.int64)
         if self.packed:
             S, T = packed_shape(lengths_2N.max(1).tolist(), tokens_2.tolist(), config.row_length)
             row_N = pack(lengths_2N[0], lengths_2N[1], S, T, permutation(N, seed, _OF_PACKING, 0))
-            most = int(row_N.max()) + 1
-            batches, B = even_batches(most, batch_rows(S, T, *limits), config.row_multiple)
+            max_rows = batch_rows(S, T, *limits)
+            batches, B = even_batches(int(row_N.max()) + 1, max_rows, config.row_multiple)
             num_rows = batches * B
             buckets = [((S, T), np.arange(num_rows).reshape(batches, B))]
         else:
-            row_N, num_rows = np.arange(N), N + 1  # the last row is empty
+            row_N = np.arange(N)
+            num_rows = N + 1  # the last row is empty
             S, T = lengths_2N.max(1).tolist()
             batch_rows(S, T, *limits)  # an error before choose_widths needs S x T x 8 bytes
             widths = choose_widths(lengths_2N, config.buckets, config.tokens)
             buckets = fill_buckets(lengths_2N, widths, *limits)
         order_N = np.argsort(row_N, kind="stable").astype(np.int32)
         ends = np.bincount(row_N, minlength=num_rows).cumsum(dtype=np.int32)
-        self._rows = order_N, np.pad(ends, (1, 0))  # pairs sorted by row, and where each starts
+        self._rows = order_N, np.pad(ends, (1, 0))  # pairs sorted by row, and each row's start
         self._buckets = [rows_kB for _, rows_kB in buckets]
         self.shapes = tuple((rows_kB.shape[1], S, T) for (S, T), rows_kB in buckets)
         """Batch shapes (B, S, T), smallest S + T first. Each is compiled once."""
@@ -113,17 +117,20 @@ class BatchPlan:
         row = row_B[rows]
         pairs_per_row = starts[row + 1] - starts[row]
         chosen = self._corpus.drawn(pairs[ranges(starts[row], pairs_per_row)], epoch)
-        (source, source_segments, starts), (target, target_segments, _) = (
-            _fill_rows(self._corpus.read(side, chosen), pairs_per_row, L)
-            for side, L in enumerate((S, T))
-        )
-        links = None
+        sources = self._corpus.read(0, chosen)
+        targets = self._corpus.read(1, chosen)
+        source_BS, source_segments_BS, source_starts = _fill_rows(sources, pairs_per_row, S)
+        target_BT, target_segments_BT, _ = _fill_rows(targets, pairs_per_row, T)
+        batch = Batch(source_BS, target_BT)
+        if self.packed:
+            batch = Batch(source_BS, target_BT, source_segments_BS, target_segments_BT)
         if self.aligned:
-            in_pair, lengths = self._corpus.read(2, chosen)
-            in_row = np.where(in_pair, in_pair + np.repeat(starts, lengths), 0)
-            links, *_ = _fill_rows((in_row, lengths), pairs_per_row, T)
-        segments = [source_segments, target_segments] if self.packed else []
-        return Batch(source, target, *segments)._replace(links_BT=links)
+            links_in_pair, lengths = self._corpus.read(2, chosen)
+            links_in_row = links_in_pair + np.repeat(source_starts, lengths)
+            links = np.where(links_in_pair, links_in_row, 0)
+            links_BT, _, _ = _fill_rows((links, lengths), pairs_per_row, T)
+            batch = batch._replace(links_BT=links_BT)
+        return batch
 
     def _shuffle(self, epoch: int) -> list[tuple[tuple[int, int, int], np.ndarray]]:
         """Return the shape and rows of each batch in an epoch, in order."""
@@ -141,7 +148,7 @@ def _fill_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lay out sequences (flat tokens and lengths) one after another in rows of length L.
 
-    Returns tokens and segment ids, both int32 [B, L], and where in its row each sequence starts.
+    Returns tokens and segment ids, both int32 [B, L], and each sequence's start in its row.
     """
     tokens, lengths = sequences
     row = np.repeat(np.arange(len(pairs_per_row)), pairs_per_row)

@@ -32,8 +32,11 @@ def choose_widths(lengths_2N: np.ndarray, count: int, tokens: int) -> list[tuple
         return float(np.where(pairs > 0, np.maximum(pairs, batch), 0) @ (S + T))
 
     quantiles = (np.arange(1, count + 1) * histogram.sum() - 1) // count
-    sides = (histogram.sum(other).cumsum() for other in (1, 0))
-    widths = np.stack([np.searchsorted(sums, quantiles, "right") for sums in sides], 1)
+    source_sums = histogram.sum(1).cumsum()
+    target_sums = histogram.sum(0).cumsum()
+    widths = np.stack(
+        [np.searchsorted(sums, quantiles, "right") for sums in (source_sums, target_sums)], axis=1
+    )
     best = cost(widths)
     for stride in (8, 4, 2, 1):
         before = np.inf
@@ -47,8 +50,10 @@ def choose_widths(lengths_2N: np.ndarray, count: int, tokens: int) -> list[tuple
                     changed = np.insert(np.delete(widths, b, axis=0), 0, 0, axis=0)
                 changed[-1] = longest
                 changed = np.sort(changed.clip(0, longest), axis=0)
-                if (value := cost(changed)) < best:
-                    widths, best = changed, value
+                changed_cost = cost(changed)
+                if changed_cost < best:
+                    widths = changed
+                    best = changed_cost
     return [(S, T) for S, T in widths.tolist()]
 
 
@@ -66,7 +71,8 @@ def fill_buckets(
     bucket_N = np.max([np.searchsorted(*side) for side in zip(np.array(widths).T, lengths_2N)], 0)
     length_N = lengths_2N.sum(0)
     order_N = np.argsort(bucket_N * (length_N.max() + 1) + length_N, kind="stable")
-    start, filled = 0, []
+    start = 0
+    filled = []
     for width, end in zip(widths, np.bincount(bucket_N, minlength=len(widths)).cumsum().tolist()):
         B = batch_rows(*width, tokens, multiple)
         batches = (end - start) // B
@@ -82,10 +88,14 @@ def fill_buckets(
     return filled
 
 
-def even_batches(rows: int, most: int, multiple: int) -> tuple[int, int]:
-    """Return the number of batches needed for all rows, and the number of rows B in each."""
-    batches = -(-rows // most)
-    return batches, -(-rows // max(batches, 1) // multiple) * multiple
+def even_batches(rows: int, max_rows: int, multiple: int) -> tuple[int, int]:
+    """Return the number of batches needed for all rows, and the number of rows B in each.
+
+    B is a multiple of ``multiple``, at most ``max_rows``, and as small as possible.
+    """
+    batches = -(-rows // max_rows)
+    B = -(-rows // max(batches, 1) // multiple) * multiple
+    return batches, B
 
 
 def packed_shape(longest: list[int], tokens: list[int], L: int) -> tuple[int, int]:
@@ -100,9 +110,14 @@ def packed_shape(longest: list[int], tokens: list[int], L: int) -> tuple[int, in
             "tokens in the longest sentence. Raise it, or lower data.max_source_length and "
             "data.max_target_length."
         )
-    # The shorter side is scaled in proportion, but fits its longest sentence. Matrix units prefer
-    # multiples of 8.
-    S, T = (min(L, -(-max(-(-L * tokens[i] // max(tokens)), longest[i]) // 8) * 8) for i in (0, 1))
+    shape = []
+    for side in (0, 1):
+        # The shorter side is scaled in proportion, but fits its longest sentence.
+        scaled = -(-L * tokens[side] // max(tokens))
+        length = max(scaled, longest[side])
+        # Matrix units prefer multiples of 8.
+        shape.append(min(L, -(-length // 8) * 8))
+    S, T = shape
     return S, T
 
 

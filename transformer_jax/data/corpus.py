@@ -52,7 +52,7 @@ class Corpus:
     """SHA-256 (hex) of the text and the settings. Empty if built from lists."""
     sides: tuple[Sequences, ...]
     """Source and target. If aligned, also the position of the source token that each target token
-    links to, counted from 1; 0: none."""
+    links to, counted from 1, or 0 for no link."""
     num_read: int
     """Number of pairs before filtering."""
     sizes: Sequence[int] = ()
@@ -120,18 +120,20 @@ def build_corpus(
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
-    sampled = (sampling, num_samples, seed) if sampling else ()
-    job, directory = TokenizeJob(tokenizer, data, *sampled), Path(directory)
+    job = TokenizeJob(tokenizer, data)
+    if sampling:
+        job = TokenizeJob(tokenizer, data, sampling, num_samples, seed)
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    if corpus := open_corpus(directory, job.fingerprint(text)):
+    corpus = open_corpus(directory, job.fingerprint(text))
+    if corpus is not None:
         return corpus
     try:
         corpus = _build(text, job, directory, token)
     except OSError as error:  # for example a full disk
         error.filename = error.filename or str(directory)
         raise
-    kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
-    _log.info("%s of %s pairs pass the filters.", kept, read)
+    _log.info("%s of %s pairs pass the filters.", f"{corpus.num_pairs:,}", f"{corpus.num_read:,}")
     return corpus
 
 
@@ -180,30 +182,33 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
     sides = _SIDES if text.config.alignments else _SIDES[:2]
     dtypes = {f"{side}_offsets": "int64" for side in sides}
     dtypes |= {f"{side}_tokens": dtype.name for side, dtype in zip(sides, job.dtypes())}
-    num_read, num_tokens = 0, dict.fromkeys(sides, 0)
+    num_read = 0
+    num_tokens = dict.fromkeys(sides, 0)
     sizes: list[int] = []
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / name).open("wb")) for name in dtypes}
         for side in sides:
             files[f"{side}_offsets"].write(np.zeros(1, np.int64).data)
         for part in text.parts or [text]:
-            kept, read = 0, num_read
+            num_read_of_part = 0
+            num_pairs_of_part = 0
             # Closing it, even after an error, ends the worker processes.
             for chunk in stack.enter_context(closing(tokenized(part.aligned_pairs(), job))):
-                num_read += chunk.num_read
+                num_read_of_part += chunk.num_read
                 for side, (tokens, lengths) in zip(sides, chunk.sides):
                     files[f"{side}_tokens"].write(tokens.data)
                     ends = num_tokens[side] + np.cumsum(lengths, dtype=np.int64)
                     files[f"{side}_offsets"].write(ends.data)
                     num_tokens[side] += len(tokens)
-                kept += len(lengths)
-            if not kept:
+                num_pairs_of_part += len(lengths)
+            if not num_pairs_of_part:
                 raise UserError(
-                    f"No sentence pairs remain after filtering the {num_read - read:,} pairs in "
+                    f"No sentence pairs remain after filtering the {num_read_of_part:,} pairs in "
                     f"{short_repr(part.config.source)}. Check the text, or "
                     "raise data.max_source_length and data.max_target_length."
                 )
-            sizes.append(kept)
+            num_read += num_read_of_part
+            sizes.append(num_pairs_of_part)
     manifest = {
         "num_read": num_read,
         "sizes": sizes,

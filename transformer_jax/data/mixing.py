@@ -1,10 +1,10 @@
-"""Mix of corpora: epochs in which each corpus has a given share of the pairs.
+"""Mix of corpora: epochs in which each corpus has a given fraction of the pairs.
 
-An epoch has each pair of one corpus once. From the others, whose shares are larger for their size,
-it has each pair about as often as the share asks for: for example, some pairs once and as many
-twice. Other pairs follow in the next epochs, so on average, all pairs of a corpus occur equally
-often. Epochs still have the same batch shapes, because pairs that replace each other are neighbors
-in the corpus sorted by length.
+An epoch contains each pair of one corpus exactly once. It oversamples every other corpus by a
+factor of at least 1, which follows from the weights. A factor of 1.5 means that half of the pairs
+occur twice in an epoch, and the rest once. Which pairs occur twice changes from epoch to epoch, so
+all pairs of a corpus occur equally often in the long run. All epochs have the same batch shapes,
+because pairs that replace each other are neighbors in the corpus sorted by length.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ class Mix:
 
     def __init__(self, corpus: Corpus, config: PairsConfig) -> None:
         """Raise ``UserError`` if a weight is so small that epochs would be very long."""
-        self._corpus, self.read, self.sides = corpus, corpus.read, corpus.sides
+        self._corpus = corpus
+        self.read = corpus.read
+        self.sides = corpus.sides
         sizes_C = np.array(corpus.sizes)
         weights_C = np.array(config.weights or sizes_C ** (1 / config.temperature))
         epochs_C = sizes_C / weights_C  # length of an epoch with each pair of this part once
         slots_C = np.round(weights_C * epochs_C.max()).clip(sizes_C)
-        if slots_C.sum() > (most := min(100 * corpus.num_pairs, 2**31 - 2)):
+        max_pairs = min(100 * corpus.num_pairs, 2**31 - 2)
+        if slots_C.sum() > max_pairs:
             raise UserError(
                 f"An epoch with these data.train.weights has {slots_C.sum():,.0f} pairs; expected "
-                f"at most {most:,}. Raise the weight of {config.source[epochs_C.argmax()]!r}."
+                f"at most {max_pairs:,}. Raise the weight of {config.source[epochs_C.argmax()]!r}."
             )
-        self.num_pairs, self._parts_2C = int(slots_C.sum()), np.array([sizes_C, slots_C], int)
+        self.num_pairs = int(slots_C.sum())
+        self._parts_2C = np.array([sizes_C, slots_C], int)
         part_N = np.arange(len(sizes_C)).repeat(sizes_C)
         self._order_N = np.lexsort((*corpus.lengths(), part_N))
 
@@ -53,6 +57,8 @@ class Mix:
         """
         ends_2C = self._parts_2C.cumsum(1)
         part = np.searchsorted(ends_2C[1], slots, "right")
-        (size, count), (end, last) = self._parts_2C[:, part], ends_2C[:, part]
-        # The first term is negative: it counts back from the end of the part.
-        return self._order_N[end + ((slots - last) * size + epoch * 5 % 16 * size // 16) // count]
+        num_pairs, num_slots = self._parts_2C[:, part]
+        end_of_pairs, end_of_slots = ends_2C[:, part]
+        from_end = slots - end_of_slots  # negative: positions count back from the end of the part
+        shift = epoch * 5 % 16 * num_pairs // 16
+        return self._order_N[end_of_pairs + (from_end * num_pairs + shift) // num_slots]

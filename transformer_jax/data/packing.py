@@ -20,7 +20,7 @@ _FILL_PERCENT = 99
 # one side short. Larger groups would make row totals uneven.
 _GROUP = 4096
 # Dealing stops after a round in which fewer than one in this many pairs fit.
-_TIRED = 32
+_STOP_BELOW_ONE_IN = 32
 
 
 def pack(
@@ -34,7 +34,8 @@ def pack(
     # Both sides use the same scale: each side of a row has capacity S * T. A pair takes s * T of
     # the source and t * S of the target.
     capacity = S * T
-    s, t = source_lengths.astype(np.int64) * T, target_lengths.astype(np.int64) * S
+    s = source_lengths.astype(np.int64) * T
+    t = target_lengths.astype(np.int64) * S
     assert (s <= capacity).all() and (t <= capacity).all(), "a pair longer than a row"
     left = order[np.argsort(-(s + t)[order], kind="stable")]
     row_N = np.full(len(order), -1, np.int32)
@@ -63,18 +64,19 @@ def _deal(
     group_size = max(_GROUP, len(free_s) // 8)
     open_rows = np.arange(len(free_s))
     while len(left) and len(open_rows):
-        dealt, rest = np.split(left, [len(open_rows)])
+        dealt, waiting = np.split(left, [len(open_rows)])
         group = np.arange(len(dealt)) // group_size
         pair = dealt[np.lexsort((s[dealt] - t[dealt], group))]
         row = open_rows[np.argsort(-(free_s + free_t)[open_rows], kind="stable")[: len(dealt)]]
         row = row[np.lexsort((free_s[row] - free_t[row], group))]
         fits = (s[pair] <= free_s[row]) & (t[pair] <= free_t[row])
-        row, pair = row[fits], pair[fits]
+        row = row[fits]
+        pair = pair[fits]
         row_N[pair] = first + row
         free_s[row] -= s[pair]
         free_t[row] -= t[pair]
-        left = np.concatenate((dealt[row_N[dealt] < 0], rest))
-        if len(pair) * _TIRED < len(dealt):
+        left = np.concatenate((dealt[row_N[dealt] < 0], waiting))
+        if len(pair) * _STOP_BELOW_ONE_IN < len(dealt):
             break
         if len(left):
             open_rows = np.flatnonzero((free_s >= s[left].min()) & (free_t >= t[left].min()))

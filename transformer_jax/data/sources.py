@@ -24,7 +24,7 @@ from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
 from transformer_jax.settings.config import PairsConfig
 from transformer_jax.storage.files import AnyPath, parse_object, to_path
 
-_Example = tuple[str, Mapping[str, Any]]  # its name in messages, and its fields
+_Example = tuple[str, Mapping[str, Any]]  # name in messages, fields
 
 
 class ParallelText:
@@ -38,11 +38,17 @@ class ParallelText:
     """
 
     def __init__(self, config: PairsConfig, root: str = "") -> None:
-        self.config, self.root = config, root
-        self.parts = [ParallelText(each, root) for each in config.parts]
-        sides = [config.source, config.target] if config.kind == "text" else [config.source]
-        sides += [config.alignments] * bool(config.alignments)
-        names = zip(*sides) if config.kind not in ("tfds", "none") and not self.parts else ()
+        self.config = config
+        self.root = root
+        self.parts = [ParallelText(part, root) for part in config.parts]
+        names: list[tuple[str, ...]] = []
+        if config.kind not in ("tfds", "none") and not self.parts:
+            sides = [config.source]
+            if config.kind == "text":
+                sides.append(config.target)
+            if config.alignments:
+                sides.append(config.alignments)
+            names = list(zip(*sides))
         self.files = find_files(names, root, config.kind)
         """(source, target) files of kind text, with alignments if given; (file,) of other kinds."""
         self._fields = config.source_field or "1", config.target_field or "2"
@@ -57,23 +63,28 @@ class ParallelText:
         """Yield the (source, target) sentences and, with ``config.alignments``, the links between
         their words as a set of pairs of indices.
         """
-        config = self.config
         if self.parts:
-            return chain.from_iterable(part.aligned_pairs() for part in self.parts)
-        if config.kind in ("text", "none"):
-            pairs = self._read_text()
+            for part in self.parts:
+                yield from part.aligned_pairs()
+            return
+        tags = "".join(f"{tag} " for tag in self.config.tags if tag)
+        for source, *target_and_links in islice(self._untagged_pairs(), self.config.limit):
+            if source.strip():  # an empty source stays empty, so the pair is filtered out later
+                source = tags + source
+            yield source, *target_and_links
+
+    def _untagged_pairs(self) -> Iterator[tuple[Any, ...]]:
+        kind = self.config.kind
+        if kind in ("text", "none"):
+            yield from self._read_text()
+        elif kind == "tfds":
+            for place, example in self._read_tfds():
+                yield _pair(place, example, self._fields)
         else:
-            if config.kind == "tfds":
-                examples = self._read_tfds()
-            else:
-                read = self._read_parquet if config.kind == "parquet" else self._read_lines
-                examples = chain.from_iterable(read(file) for [file] in self.files)
-            pairs = (_pair(*example, self._fields) for example in examples)
-        tag = "".join(f"{tag} " for tag in config.tags if tag)
-        return (
-            (tag * bool(source.strip()) + source, *rest)
-            for source, *rest in islice(pairs, config.limit)
-        )
+            read = self._read_parquet if kind == "parquet" else self._read_lines
+            for [file] in self.files:
+                for place, example in read(file):
+                    yield _pair(place, example, self._fields)
 
     @property
     def fingerprint(self) -> str:
@@ -84,7 +95,9 @@ class ParallelText:
         """
         config = self.config
         fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split]
-        fields += [config.limit, *config.tags, *["aligned"] * bool(config.alignments)]
+        fields += [config.limit, *config.tags]
+        if config.alignments:
+            fields.append("aligned")
         fields += [part.fingerprint for part in self.parts]
         if config.kind == "tfds":
             examples = self._tfds_examples()
@@ -104,33 +117,36 @@ class ParallelText:
             sides = [_decoded(_hashed(file, self.hashes), str(file)) for file in files]
             for number, lines in enumerate(zip_longest(*sides), 1):
                 if None in lines:
-                    counts = [
-                        f"{number - (line is None) + sum(1 for _ in side):,}"
-                        for line, side in zip(lines, sides)
-                    ]
+                    counts = []
+                    for line, side in zip(lines, sides):
+                        lines_left = sum(1 for _ in side)
+                        counts.append(f"{number - (line is None) + lines_left:,}")
                     raise UserError(
                         f"{' and '.join(repr(str(file)) for file in files)} have different "
                         f"numbers of lines ({' and '.join(counts)}). Parallel files must match "
                         "line by line."
                     )
                 if len(lines) > 2:
-                    lines = (*lines[:2], self._links(f"{files[2]}, line {number}", *lines))
+                    source, target, alignment = lines
+                    place = f"{files[2]}, line {number}"
+                    lines = (source, target, self._links(place, source, target, alignment))
                 yield lines
 
-    def _links(self, place: str, *lines: str) -> set[tuple[int, int]]:
+    def _links(self, place: str, source: str, target: str, alignment: str) -> set[tuple[int, int]]:
         """Return the links in a line of alignments. A tag is one more source word."""
-        *sides, pharaoh = lines
-        counts, links = [len(side.split()) for side in sides], set()
-        for link in pharaoh.split():
-            pair = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", link)
-            i, j = map(int, pair.groups()) if pair else counts
-            if i >= counts[0] or j >= counts[1]:
+        num_source = len(source.split())
+        num_target = len(target.split())
+        num_tags = int(any(self.config.tags))
+        links = set()
+        for link in alignment.split():
+            match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", link)
+            if not match or int(match[1]) >= num_source or int(match[2]) >= num_target:
                 raise UserError(
                     f"{place}: link {short_repr(link)}; expected SOURCE-TARGET, two words counted "
-                    f"from 0, in lines of {counts[0]} and {counts[1]} words. Correct the line, or "
-                    "empty it for a pair without links."
+                    f"from 0, in lines of {num_source} and {num_target} words. Correct the line, "
+                    "or empty it for a pair without links."
                 )
-            links.add((i + any(self.config.tags), j))
+            links.add((int(match[1]) + num_tags, int(match[2])))
         return links
 
     def _read_lines(self, file: AnyPath) -> Iterator[_Example]:
@@ -175,7 +191,8 @@ class ParallelText:
             ) from None
 
     def _read_tfds(self) -> Iterator[_Example]:
-        config, examples = self.config, self._tfds_examples()
+        config = self.config
+        examples = self._tfds_examples()
         for start in range(0, len(examples), 1024):
             block = range(start, min(start + 1024, len(examples)))
             for number, example in enumerate(examples.__getitems__(block), start + 1):
@@ -185,7 +202,8 @@ class ParallelText:
         with needs_extra("tfds"):
             import tensorflow_datasets as tfds  # slow to import, and few runs need it
 
-        name, split = self.config.source[0], self.config.split
+        name = self.config.source[0]
+        split = self.config.split
         try:
             # The array_record format can be read without TensorFlow.
             return tfds.data_source(
@@ -213,9 +231,9 @@ def _pair(place: str, example: Mapping[str, Any], fields: tuple[str, str]) -> tu
         try:
             text = (side if isinstance(side, bytes) else side.encode()).decode()
         except (AttributeError, UnicodeError):  # not text; a lone surrogate or invalid UTF-8
-            found = short_repr(side) if field in example else "missing"
+            value = short_repr(side) if field in example else "missing"
             raise UserError(
-                f"{place}: field {field!r} is {found}; expected Unicode text. Correct it, or set "
+                f"{place}: field {field!r} is {value}; expected Unicode text. Correct it, or set "
                 f"source_field and target_field to two of the fields: {', '.join(example)}."
             ) from None
         sides.append(text.replace("\n", " "))

@@ -32,7 +32,7 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_links
 
 _FORMAT = 5  # part of the fingerprint; increase it if the arrays for the same input change
-_SAMPLING = "Algorithm 1"  # the same for sampled segmentations only
+_SAMPLING = "Algorithm 1"  # version of the array format of sampled segmentations
 _CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed
 
 Pairs = list[tuple[Any, ...]]  # source, target and, if the text is aligned, links of words
@@ -42,7 +42,7 @@ Flat = tuple[np.ndarray, np.ndarray]
 class TokenizedChunk(NamedTuple):
     """Tokenized pairs of a chunk that pass the filters."""
 
-    sides: list[Flat]  # source and target; if aligned, the source position of each target token
+    sides: list[Flat]  # source, target and, if the text is aligned, links
     num_read: int
 
 
@@ -79,7 +79,8 @@ class TokenizeJob:
         Each pair is repeated ``num_samples`` times, and each copy gets a newly drawn segmentation.
         """
         pairs = [pair for pair in pairs for _ in range(self.num_samples)]
-        sides, encoded = [], []
+        sides = []
+        encoded = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
             digest = hashlib.sha256(repr((self.seed, number, i)).encode()).digest()
             seed = int.from_bytes(digest[:4], "little")
@@ -88,18 +89,19 @@ class TokenizeJob:
             sides.append(flatten(tokens, self.dtypes()[i]))
             encoded.append(tokens)
         lengths_2N = np.stack([lengths for _, lengths in sides])
-        most = self.data.max_source_length, self.data.max_target_length
-        kept_N = np.array([all(line.strip() for line in pair[:2]) for pair in pairs])
-        kept_N &= (lengths_2N > 1).all(0) & np.less_equal(lengths_2N.T, most).all(1)
+        max_lengths_2 = np.array([self.data.max_source_length, self.data.max_target_length])
+        passes_N = np.array([all(line.strip() for line in pair[:2]) for pair in pairs])
+        passes_N &= (lengths_2N > 1).all(0)
+        passes_N &= (lengths_2N <= max_lengths_2[:, None]).all(0)
         if len(pairs[0]) > 2:
-            links = (
-                token_links(self.tokenizer, texts, ids, words)
-                for (*texts, words), ids in zip(pairs, zip(*encoded))
-            )
-            flat = np.fromiter(chain.from_iterable(links), np.int32, len(sides[1][0]))
-            sides.append((flat, lengths_2N[1]))
-        sides = [(tokens[np.repeat(kept_N, lengths)], lengths[kept_N]) for tokens, lengths in sides]
-        return TokenizedChunk(sides, len(pairs))
+            links: list[int] = []
+            for (*texts, words), ids in zip(pairs, zip(*encoded)):
+                links.extend(token_links(self.tokenizer, texts, ids, words))
+            sides.append((np.array(links, np.int32), lengths_2N[1]))
+        filtered = []
+        for flat_tokens, lengths in sides:
+            filtered.append((flat_tokens[np.repeat(passes_N, lengths)], lengths[passes_N]))
+        return TokenizedChunk(filtered, len(pairs))
 
 
 def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
@@ -120,7 +122,8 @@ def tokenized(
     pairs: Iterable[tuple[Any, ...]], job: TokenizeJob
 ) -> Generator[TokenizedChunk, None, None]:
     """Tokenize pairs and yield the chunks in order. Uses workers if there are several."""
-    chunks, workers = _chunks(pairs), job.data.workers or num_cores()
+    chunks = _chunks(pairs)
+    workers = job.data.workers or num_cores()
     head = list(islice(chunks, workers))
     if len(head) > 1:
         yield from _tokenized_by_workers(chain(head, chunks), job, len(head))
@@ -137,16 +140,17 @@ class _Worker:
     """
 
     def __init__(self) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        program = f"from {__name__} import work; work({theirs.fileno()})"
+        self._connection, child_connection = multiprocessing.Pipe()
+        descriptor = child_connection.fileno()
+        program = f"from {__name__} import work; work({descriptor})"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", program],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[descriptor],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             start_new_session=True,  # signals to the process group reach only the parent
         )
-        theirs.close()
+        child_connection.close()
 
     def send(self, task: TokenizeJob | tuple[int, Pairs]) -> None:
         with _death_reported():
@@ -181,13 +185,14 @@ def _tokenized_by_workers(
     chunks: Iterable[tuple[int, Pairs]], job: TokenizeJob, workers: int
 ) -> Generator[TokenizedChunk, None, None]:
     """Send chunks to workers in turn. A worker gets a new chunk after its result is received."""
-    everyone: list[_Worker] = []
+    started: list[_Worker] = []
     busy: deque[_Worker] = deque()
     try:
-        everyone += (_Worker() for _ in range(workers))
-        for worker in everyone:
+        for _ in range(workers):
+            started.append(_Worker())
+        for worker in started:
             worker.send(job)
-        for chunk, worker in zip(chunks, cycle(everyone)):
+        for chunk, worker in zip(chunks, cycle(started)):
             result = busy.popleft().result() if len(busy) == workers else None
             worker.send(chunk)
             busy.append(worker)
@@ -196,7 +201,7 @@ def _tokenized_by_workers(
         while busy:
             yield busy.popleft().result()
     finally:
-        for worker in everyone:
+        for worker in started:
             worker.close()
 
 

@@ -124,9 +124,11 @@ class Projection(nnx.Einsum):
         scale = None if self.scale is None else self.scale[...]
         if scale is None and (x.dtype != jnp.float32 or not is_mixed(self.dtype)):
             return super().__call__(x)
-        kernel, bias = self.kernel[...], self.bias
+        kernel = self.kernel[...]
         y = einsum(self.einsum_str, x, kernel, dtype=jnp.bfloat16, result=jnp.float32, scale=scale)
-        return y if bias is None else y + jnp.broadcast_to(bias[...], y.shape)
+        if self.bias is not None:
+            y += jnp.broadcast_to(self.bias[...], y.shape)
+        return y
 
 
 def merge(*projections: Projection) -> Projection:
@@ -164,7 +166,8 @@ class MultiHeadAttention(nnx.Module):
             attention_dropout=dropout,
             positions="learned",  # d_model can then be odd
         )
-        d_k, d_v = config.head_width_k, config.head_width_v
+        d_k = config.head_width_k
+        d_v = config.head_width_v
         projection = partial(Projection, use_bias=use_bias, dtype=dtype, rngs=rngs)
         self.query = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
@@ -210,9 +213,11 @@ class MultiHeadAttention(nnx.Module):
             arrays = self.project(query_BTD, memory_BSD, packed=True)
             return attention_kernel.short_attention(*arrays, mask_BHTS)
 
-        plain = self.sow_weights or (self.dropout > 0 and dropout_key is not None)
-        plain |= bias_BHTS is not None
-        if plain or not attention_kernel.supports(query_BTD, self.query, self.value, mask_BHTS):
+        drops_weights = self.dropout > 0 and dropout_key is not None
+        needs_reference = self.sow_weights or drops_weights or bias_BHTS is not None
+        if needs_reference or not attention_kernel.supports(
+            query_BTD, self.query, self.value, mask_BHTS
+        ):
             return self.output(reference())
         return self.output(jax.lax.platform_dependent(cuda=kernel, default=reference))
 
@@ -220,10 +225,10 @@ class MultiHeadAttention(nnx.Module):
     def project(
         self, query_BTD: Array, memory_BSD: Array | None = None, *, packed: bool = False
     ) -> tuple[Array, ...]:
-        """Project to queries, and the memory (None: ``query_BTD``) to keys and values.
+        """Project to queries, keys and values. ``memory_BSD=None``: the queries are the memory.
 
-        ``packed`` computes one matmul for each input, if keys and values are equally wide, for
-        kernels that read its result in place (``gpu.split_qkv``).
+        With ``packed``, computes one matmul per input if keys and values are equally wide. The
+        kernels read its result in place (``gpu.split_qkv``).
         """
         if not packed or self.query_scale != 1 or self.key.kernel.shape != self.value.kernel.shape:
             # Queries come last: gradients are summed in reverse order, which affects rounding.

@@ -32,7 +32,8 @@ def supports(x_BTD: Array, query: Any, value: Any, mask_BHTS: Any) -> bool:
     is not an option, because its gradients are wrong for fully masked queries (padding). ``query``
     projects x to queries, and ``value`` projects to values.
     """
-    (B, T, _), (_, H, d_k) = x_BTD.shape, query.kernel.shape
+    B, T, _ = x_BTD.shape
+    _, H, d_k = query.kernel.shape
     return (
         runs_kernels()
         and splits(B, H)
@@ -52,9 +53,11 @@ def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> Array:
     gradients have the same layout. The last argument is the mask. Each device in the training
     step's mesh computes its own rows and heads. ``interpret`` runs the kernels on any device.
     """
-    rows, heads = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, None, "tensor")
-    mesh, specs = jax.sharding.get_abstract_mesh(), (*[heads] * (len(arrays_and_mask) - 1), rows)
-    return sharded(mesh, partial(_attention, interpret), specs, heads)(*arrays_and_mask)
+    mesh = jax.sharding.get_abstract_mesh()
+    of_mask = PartitionSpec(BATCH_AXES)
+    of_heads = PartitionSpec(BATCH_AXES, None, "tensor")
+    specs = *[of_heads] * (len(arrays_and_mask) - 1), of_mask
+    return sharded(mesh, partial(_attention, interpret), specs, of_heads)(*arrays_and_mask)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -86,7 +89,7 @@ def _call(kernel: Any, inputs: Any, mask_B1TS: Any, outs: Any, interpret: bool) 
     B, _, T, S = mask_B1TS.shape
     block = {length: max(16, pl.next_power_of_2(length)) for length in (T, S)}
 
-    def part(x: Any, i: int, width: int) -> pl.BlockSpec:
+    def block_spec(x: Any, i: int, width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, block[x.shape[1]], None, width), lambda h, b: (b, 0, h, i))
 
     warps = 2 if max(T, S) <= 32 else 4 if max(T, S) <= 64 else 8
@@ -95,9 +98,9 @@ def _call(kernel: Any, inputs: Any, mask_B1TS: Any, outs: Any, interpret: bool) 
         grid=(outs[0].shape[2], B),  # heads vary fastest, because they are adjacent in memory
         in_specs=[
             pl.BlockSpec((None, None, block[T], block[S]), lambda h, b: (b, 0, 0, 0)),
-            *(part(*each) for each in inputs),
+            *(block_spec(x, i, width) for x, i, width in inputs),
         ],
-        out_specs=[part(x, 0, x.shape[3]) for x in outs],
+        out_specs=[block_spec(x, 0, x.shape[3]) for x in outs],
         out_shape=outs,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,

@@ -30,7 +30,8 @@ def supports(q_BWHK: Any, v_BHLK: Any) -> bool:
 
     Head widths must be powers of two, and a beam's queries must fit into a program's registers.
     """
-    beam_size, widths = q_BWHK.shape[1], (q_BWHK.shape[3], v_BHLK.shape[3])
+    beam_size = q_BWHK.shape[1]
+    widths = q_BWHK.shape[3], v_BHLK.shape[3]
     powers_of_two = all(width & (width - 1) == 0 for width in widths)
     return runs_kernels() and powers_of_two and beam_size * max(widths) <= 1024
 
@@ -46,7 +47,7 @@ def attend_to_history(
     """Attend from each hypothesis to its history and its newest token. Returns [B, W, H, K].
 
     One to three arrays hold the newest queries, keys and values (``gpu.split_qkv``). Also returns
-    ``history``, keys and values [B, H, T * W, K], with the newest ones written in place.
+    ``history``, [B, H, T * W, K] each, with the newest keys and values written in place.
     ``interpret`` runs the kernel on any device.
     """
     sentences = position_B, ancestors_BWT
@@ -66,7 +67,8 @@ def attend_to_source(
 @partial(jax.jit, static_argnums=(0, 4))  # traced and lowered once for all layers
 def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool) -> list[Any]:
     """Run one program per sentence and head. Returns [B, W, H, K] and the updated caches."""
-    (B, W, H, width), K = arrays[0].shape, caches[1].shape[3]
+    B, W, H, width = arrays[0].shape
+    K = caches[1].shape[3]
     out = jax.ShapeDtypeStruct((B, W, H, K), arrays[0].dtype)
     beams = split_qkv(arrays) if kernel is _history_kernel else [(*arrays, 0, width)]
     written = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches[: len(beams) - 1]]
@@ -87,7 +89,7 @@ def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool
         grid=(H, B),  # heads vary fastest, because they are adjacent in memory
         in_specs=[
             *map(of_sentence, sentences),
-            *(of_beams(*each) for each in beams),
+            *(of_beams(x, i, width) for x, i, width in beams),
             *map(of_cache, caches),
         ],
         out_specs=[of_beams(out, 0, K), *map(of_cache, written)],
@@ -100,7 +102,8 @@ def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool
 
 def _history_kernel(W: int, position_ref: Any, ancestors_ref: Any, *refs: Any) -> None:
     q_ref, k_ref, v_ref, old_k_ref, old_v_ref, out_ref, new_k_ref, new_v_ref = refs
-    position, T = position_ref[...], ancestors_ref.shape[1]
+    position = position_ref[...]
+    T = ancestors_ref.shape[1]
     beams_W1 = jnp.arange(len(out_ref))[:, None]
     is_beam_W1 = beams_W1 < W
     q_WK, k_WK, v_WK = (_load(ref, beams_W1, is_beam_W1) for ref in (q_ref, k_ref, v_ref))
@@ -152,7 +155,8 @@ def _attend(state: _State, q_WK: Any, k_WTK: Any, v_WTK: Any, is_seen_WT: Any) -
     scores_WT = (_scaled(q_WK)[:, None] * k_WTK.astype(jnp.float32)).sum(axis=2)
     scores_WT = jnp.where(is_seen_WT, scores_WT, MASKED)
     largest_W = jnp.maximum(before_W, scores_WT.max(axis=1))
-    scale_W, weights_WT = jnp.exp(before_W - largest_W), jnp.exp(scores_WT - largest_W[:, None])
+    scale_W = jnp.exp(before_W - largest_W)
+    weights_WT = jnp.exp(scores_WT - largest_W[:, None])
     added_WK = (weights_WT[:, :, None] * v_WTK.astype(jnp.float32)).sum(axis=1)
     total_W = total_W * scale_W + weights_WT.sum(axis=1)
     return largest_W, total_W, out_WK * scale_W[:, None] + added_WK

@@ -17,7 +17,8 @@ class DropoutKeys:
 
     def __init__(self, key: Array):
         """Derive keys from ``key``."""
-        self.key, self.derived = key, 0
+        self.key = key
+        self.derived = 0
 
     def __call__(self) -> Array:
         """Derive the key for the next mask."""
@@ -50,14 +51,16 @@ def dropout(x: Array, rate: float, key: DropoutKey) -> Array:
     # Scaling comes last, so gradients are scaled before they are masked and stored, and not again
     # in each matmul that reads them.
     scale = jnp.asarray(scale_up(rate), x.dtype)
-    return jnp.where(kept(x.shape, rate, mask_key(key)), x, jnp.zeros((), x.dtype)) * scale
+    mask = keep_mask(x.shape, rate, mask_key(key))
+    return jnp.where(mask, x, jnp.zeros((), x.dtype)) * scale
 
 
-def kept(shape: tuple[int, ...], rate: float, key: Array) -> Array:
+def keep_mask(shape: tuple[int, ...], rate: float, key: Array) -> Array:
     """Draw the mask of elements to keep, a bool array of this shape.
 
-    Each element uses 16 random bits, half a word. Each quarter of the last axis uses its own half
-    words, because interleaving the quarters would cost a sixth of a training step on a TPU.
+    Each element uses 16 random bits, half a 32-bit word. Two words give the bits of four elements,
+    which are a quarter of the last axis apart: elements side by side would need transposes, which
+    cost a sixth of a training step on a TPU.
     """
     *leading, last = shape
     # Splitting a key gives two random words per generator call; ``jax.random.bits`` gives one.
@@ -73,6 +76,6 @@ def scale_up(rate: float) -> float:
 
 
 def threshold(rate: float) -> int:
-    """Return the smallest random half word for which an element is kept."""
+    """Return the smallest 16-bit random number that keeps an element."""
     assert 0 <= rate < 1, f"dropout rate is {rate}; expected a value in [0, 1)"
     return round(rate * 65536)

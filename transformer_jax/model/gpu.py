@@ -71,9 +71,10 @@ def sharded(
 def split_qkv(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
     """Return queries, keys and values, each as its array, number and width.
 
-    The arrays are results of matmuls: one of queries, keys and values, or one of queries and one of
-    keys and values, or three. A matmul's results are equally wide and lie side by side in the last
-    axis. Kernels read them there, because splitting the array would copy it.
+    Projections with the same input share a matmul: one array holds queries, keys and values; two
+    arrays hold queries, and keys and values; three arrays hold one of them each. Within an array,
+    they are equally wide and lie side by side in the last axis. Kernels read them there, because
+    splitting the array would copy it.
     """
     counts = {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(arrays)]
     return [(x, i, x.shape[-1] // n) for x, n in zip(arrays, counts) for i in range(n)]
@@ -98,7 +99,7 @@ def store(ref: Any, x: Array, inside: Array | None) -> None:
 
 
 def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> Array:
-    """Draw the same mask as ``dropout.kept``, int32 [L, 1, C]. Bit i is for quarter i of a row.
+    """Draw the mask of ``dropout.keep_mask``, int32 [L, 1, C]. Bit i is for quarter i of a row.
 
     Args:
       words_ref: uint32, the two words of the key and the counter for this device's first row.
@@ -118,7 +119,8 @@ def _threefry(a: Array, b: Array, counter: Array) -> tuple[Array, Array]:
     The generator is Threefry-2x32 with 20 rounds (Salmon et al., 2011).
     """
     keys = a, b, a ^ b ^ jnp.uint32(0x1BD11BDA)
-    x, y = jnp.zeros_like(counter) + a, counter + b
+    x = jnp.zeros_like(counter) + a
+    y = counter + b
     for group in range(5):
         for turn in (13, 15, 26, 6) if group % 2 == 0 else (17, 29, 16, 24):
             x += y

@@ -101,8 +101,10 @@ class DecoderCache:
         batch, beam_size, _ = self.ancestors_BWT.shape
         visible_BWTW = self.ancestors_BWT[..., None] == jnp.arange(beam_size)[None, None, None]
         visible_B1WL = visible_BWTW.reshape(batch, 1, beam_size, -1)
-        layers = zip(self.history, self.source)
-        return [LayerAttention(self, visible_B1WL, *each) for each in layers]
+        return [
+            LayerAttention(self, visible_B1WL, history, source)
+            for history, source in zip(self.history, self.source)
+        ]
 
     @jax.named_scope("cache")
     def written(self, blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
@@ -111,12 +113,15 @@ class DecoderCache:
         An infinite or NaN value makes its sentence invalid. It is written as 0, because times a
         weight of 0 it would be NaN for the next sentence in the row.
         """
-        newest_keys, newest_values = own[0], jnp.where(jnp.isfinite(own[1]), own[1], 0)
+        newest_keys = own[0]
+        newest_values = jnp.where(jnp.isfinite(own[1]), own[1], 0)
         beam_size = self.ancestors_BWT.shape[1]
         rows_B1 = jnp.arange(len(self.position_B))[:, None]
         beams_1W = jnp.arange(beam_size, dtype=jnp.int32)[None]
         slots_BW = self.position_B[:, None] * beam_size + beams_1W
-        written, start, every = [], 0, slice(None)
+        every = slice(None)
+        written = []
+        start = 0
         for k, v in blocks:
             length = v.shape[2]
             # slots of other blocks are out of bounds and dropped
@@ -183,18 +188,22 @@ class LayerAttention:
             return plain(), *cache.written(self.history, own)
 
         def kernel_step() -> Any:
-            step, [block] = decode_kernel.attend_to_history, self.history
-            return step(arrays_BWHK, block, cache.ancestors_BWT, cache.position_B)
+            [block] = self.history
+            return decode_kernel.attend_to_history(
+                arrays_BWHK, block, cache.ancestors_BWT, cache.position_B
+            )
 
         if self.bias_BHT is not None or not decode_kernel.supports(q_BWHK, v_BWHK):
             return plain()
         out_BWHK, *history = jax.lax.platform_dependent(cuda=kernel_step, default=plain_step)
-        self.history, self.own = tuple(history), None
+        self.history = tuple(history)
+        self.own = None  # already written
         return out_BWHK
 
     def to_source(self, q_BWHK: Array) -> Array:
         """Attend from the newest tokens to the source."""
-        mask_BS, key_axes = self.cache.source_mask_BS, self.cache.layout.key_axes
+        mask_BS = self.cache.source_mask_BS
+        key_axes = self.cache.layout.key_axes
 
         def plain() -> Array:
             return _attend_to_blocks(q_BWHK, self.source, key_axes, mask_BS[:, None, None])
@@ -268,8 +277,9 @@ def _attend_to_blocks(
 
     The mask is bool, or a float32 bias of the scores that is MASKED at invisible positions.
 
-    If the blocks' heads lie side by side, every head of a hypothesis attends like one hypothesis
-    more, with zeros instead of the other heads' queries, and keeps its own part of the result.
+    If the blocks' heads lie side by side, each head of a hypothesis attends like a hypothesis of
+    its own: the queries of all other heads are replaced by zeros, and only the head's own part of
+    the result is used.
     """
     B, W, H, K = q_BWHK.shape
     scale = jnp.asarray(K**-0.5, q_BWHK.dtype)
@@ -299,7 +309,7 @@ def _attend(
 ) -> Array:
     """Attend with scaled queries. Returns [B, W, H, K].
 
-    ``key_axes`` are those of the keys; on TPUs, transposing a block outside its branch would copy
+    ``key_axes`` are the axes of keys: on TPUs, transposing a block outside its branch would copy
     it. In self-attention, ``own`` holds the newest keys and values, which are not in the cache yet:
     the cache is read before it is written, so XLA can update it in place.
 
@@ -321,7 +331,8 @@ def _attend(
         return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
     def add(state: Any, block: Block, mask_BHWL: Array) -> Any:
-        (before_BHW1, total_BHW1, out_BHWK), (keys, v_BHLK) = state, block
+        before_BHW1, total_BHW1, out_BHWK = state
+        keys, v_BHLK = block
         scores_BHWL = matmul(f"BHWK,{key_axes}->BHWL", q_BHWK, keys)
         if mask_BHWL.dtype != bool:
             scores_BHWL += mask_BHWL

@@ -89,19 +89,20 @@ class Embedding(nnx.Module):
     def _positions(self, length: int) -> Array:
         """Return the positional encodings of the first ``length`` positions, or of more."""
         config = self.config
+        offset = config.position_offset
         if config.positions == "interleaved" or config.positions == "tensor2tensor":
-            table_LD = sinusoidal_positions(
-                length + config.position_offset, config.d_model, config.positions
-            )
-            return jnp.asarray(table_LD[config.position_offset :])
+            table_LD = sinusoidal_positions(length + offset, config.d_model, config.positions)
+            return jnp.asarray(table_LD[offset:])
         if length > config.max_positions:
             raise UserError(
                 f"A sequence has {length} positions; expected at most {config.max_positions}, the "
                 "number of learned positions (model.max_positions)."
             )
         assert self.position_matrix is not None
-        learned_LD = self.position_matrix[...][config.position_offset :]
-        return learned_LD * config.d_model**0.5 if config.embedding_scale == "all" else learned_LD
+        learned_LD = self.position_matrix[...][offset:]
+        if config.embedding_scale == "all":
+            learned_LD = learned_LD * config.d_model**0.5
+        return learned_LD
 
 
 def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
@@ -142,7 +143,8 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build from d_model, d_ff, activation, feed_forward_bias and feed_forward_dropout."""
-        D, F = config.d_model, config.d_ff
+        D = config.d_model
+        F = config.d_ff
         dtype = compute_dtype(config)
         projection = partial(Projection, use_bias=config.feed_forward_bias, dtype=dtype, rngs=rngs)
         self.inner = projection("BLD,DF->BLF", (D, F))
@@ -155,7 +157,8 @@ class FeedForward(nnx.Module):
     @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: Array, *, dropout_key: DropoutKey = None) -> Array:
         """Apply the network at every position. Returns [B, L, D]."""
-        activation, hidden_BLF = _ACTIVATIONS[self.activation], self.inner(x_BLD)
+        activation = _ACTIVATIONS[self.activation]
+        hidden_BLF = self.inner(x_BLD)
         if self.gate is None:
             hidden_BLF = activation(hidden_BLF)
         else:
@@ -273,11 +276,11 @@ class _Stack(nnx.Module):
         self.layers = nnx.List([self.layer(config, rngs=rngs) for _ in range(number)])
         self.final_norm = Norm(config) if config.has_final_norm else None
         self.output_scale = config.d_model**-0.5 if config.output_scale and is_decoder else 1.0
-        # One for each layer, one for all layers, or none.
-        biases = number if config.relative_bias == "layer" else 1
+        num_biases = 0
+        if config.positions == "relative":
+            num_biases = number if config.relative_bias == "layer" else 1  # else for all layers
         self.relative_biases = nnx.List(
-            RelativeBias(config, bidirectional=not is_decoder, rngs=rngs)
-            for _ in range(biases if config.positions == "relative" else 0)
+            RelativeBias(config, bidirectional=not is_decoder, rngs=rngs) for _ in range(num_biases)
         )
 
     @checked
@@ -294,8 +297,8 @@ class _Stack(nnx.Module):
             biases = [bias.square(x_BLD.shape[1]) for bias in self.relative_biases]
         else:
             cache = caches[0].cache
-            position_B, capacity = cache.position_B, cache.ancestors_BWT.shape[2]
-            biases = [bias.at(position_B, capacity) for bias in self.relative_biases]
+            capacity = cache.ancestors_BWT.shape[2]
+            biases = [bias.at(cache.position_B, capacity) for bias in self.relative_biases]
         for i, layer in enumerate(self.layers):
             bias = biases[min(i, len(biases) - 1)] if biases else None
             if caches is not None:

@@ -122,7 +122,8 @@ def _forward(equation: str, a: Array, b: Array) -> tuple[Array, tuple[Array, ...
 
 
 def _backward(equation: str, inputs: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    (a, b), (a_axes, b_axes, out) = inputs, equation.replace("->", ",").split(",")
+    a, b = inputs
+    a_axes, b_axes, out = equation.replace("->", ",").split(",")
     of_a = _rounded(f"{out},{b_axes}->{a_axes}", gradient, b)
     if b_axes[0] in a_axes:
         of_b = _rounded(f"{a_axes},{out}->{b_axes}", a, gradient)

@@ -1,8 +1,8 @@
 """Fused dropout, residual addition and layer norm: forward and backward Pallas GPU kernels.
 
 XLA reads the rows several times: for statistics, for results, and for the gradients of scale and
-bias. These kernels read them once. The forward kernel draws the mask of ``dropout.kept`` and stores
-it for the backward pass, four elements per byte. Each row is split into quarters, [4, C].
+bias. These kernels read them once. The forward kernel draws the mask of ``dropout.keep_mask`` and
+stores it for the backward pass, four elements per byte. Each row is split into quarters, [4, C].
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ def residual_norm(
     rows. ``interpret`` runs the kernels on any device.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    C, shards = len(scale_D) // 4, gpu.row_shards(mesh)
+    shards = gpu.row_shards(mesh)
+    C = len(scale_D) // 4
     # For each device: the key, and the counter for its first random words.
     first_N1 = jnp.arange(shards, dtype=jnp.uint32)[:, None] * (x_BLD.size // shards // 4)
     key_N2 = jnp.broadcast_to(jax.random.key_data(key), (shards, 2))
     words = jnp.concatenate([key_N2, first_N1], axis=1).reshape(-1)
     rows = (array.reshape(-1, 4, C) for array in (x_BLD, y_BLD))
     of_norm = (array.reshape(4, C) for array in (scale_D, bias_D))
-    settings = _Settings(rate, epsilon, mesh, interpret)
+    settings = _NormSettings(rate, epsilon, mesh, interpret)
     return _residual_norm(settings, *rows, words, *of_norm).reshape(x_BLD.shape)
 
 
-class _Settings(NamedTuple):
+class _NormSettings(NamedTuple):
     rate: float
     epsilon: float
     mesh: Any  # mesh of the forward pass; the backward pass is traced outside it
@@ -67,12 +68,12 @@ class _Settings(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _residual_norm(settings: _Settings, *arrays: Any) -> Array:
+def _residual_norm(settings: _NormSettings, *arrays: Any) -> Array:
     return _forward(settings, *arrays)[0]
 
 
 @partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
-def _forward(settings: _Settings, *arrays: Any) -> tuple[Array, Any]:
+def _forward(settings: _NormSettings, *arrays: Any) -> tuple[Array, Any]:
     x_L4C, _, _, scale_4C, _ = arrays
     mask = jax.ShapeDtypeStruct((len(x_L4C), 1, scale_4C.shape[1]), jnp.uint8)
     outs = [x_L4C, x_L4C, mask]
@@ -81,20 +82,21 @@ def _forward(settings: _Settings, *arrays: Any) -> tuple[Array, Any]:
 
 
 @partial(jax.jit, static_argnums=0)
-def _backward(settings: _Settings, residuals: Any, d_out_L4C: Array) -> tuple[Any, ...]:
+def _backward(settings: _NormSettings, residuals: Any, d_out_L4C: Array) -> tuple[Any, ...]:
     sum_L4C, _, scale_4C = residuals
     shards = gpu.row_shards(settings.mesh)
     programs = shards * pl.cdiv(sum_L4C.size // shards, _BLOCK)
     of_rows = jax.ShapeDtypeStruct((programs, 1, *scale_4C.shape), jnp.float32)
     outs = [sum_L4C, sum_L4C, of_rows, of_rows]
     d_x, d_y, *sums = _call(_backward_kernel, settings, (*residuals, d_out_L4C), outs)
-    return d_x, d_y, None, *(each.sum(axis=(0, 1)) for each in sums)
+    d_scale, d_bias = (partial_sums.sum(axis=(0, 1)) for partial_sums in sums)
+    return d_x, d_y, None, d_scale, d_bias
 
 
 _residual_norm.defvjp(_forward, _backward)
 
 
-def _call(kernel: Any, settings: _Settings, arrays: Any, outs: Any) -> list[Array]:
+def _call(kernel: Any, settings: _NormSettings, arrays: Any, outs: Any) -> list[Array]:
     """Run one program per block of rows. It also writes one row of each array of partial sums."""
     shards = gpu.row_shards(settings.mesh)
     outs = [jax.ShapeDtypeStruct((len(x) // shards, *x.shape[1:]), x.dtype) for x in outs]
@@ -120,24 +122,25 @@ def _call(kernel: Any, settings: _Settings, arrays: Any, outs: Any) -> list[Arra
             interpret=settings.interpret,
         )(*arrays)
 
-    rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
-    specs = tuple(everywhere if x.ndim == 2 else rows for x in arrays)
-    return gpu.sharded(settings.mesh, on_device, specs, rows)(*arrays)
+    of_rows = PartitionSpec(BATCH_AXES)
+    replicated = PartitionSpec()
+    specs = tuple(replicated if x.ndim == 2 else of_rows for x in arrays)
+    return gpu.sharded(settings.mesh, on_device, specs, of_rows)(*arrays)
 
 
-def _forward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
+def _forward_kernel(settings: _NormSettings, count: int, *refs: Any) -> None:
     x_ref, y_ref, words_ref, scale_ref, bias_ref, out_ref, sum_ref, packed_ref = refs
     inside = gpu.rows_inside(x_ref.shape, count)
     packed_L1C = gpu.draw_mask(words_ref, packed_ref.shape, settings.rate)
     gpu.store(packed_ref, packed_L1C, gpu.rows_inside(packed_ref.shape, count))
     x_L4C, y_L4C = (gpu.load(ref, inside).astype(jnp.float32) for ref in (x_ref, y_ref))
-    sum_L4C = (x_L4C + _kept(y_L4C, packed_L1C, settings.rate)).astype(sum_ref.dtype)
+    sum_L4C = (x_L4C + _apply_dropout(y_L4C, packed_L1C, settings.rate)).astype(sum_ref.dtype)
     gpu.store(sum_ref, sum_L4C, inside)
     normal_L4C, _ = _normal(sum_L4C, settings.epsilon)
     gpu.store(out_ref, normal_L4C * scale_ref[...][None] + bias_ref[...][None], inside)
 
 
-def _backward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
+def _backward_kernel(settings: _NormSettings, count: int, *refs: Any) -> None:
     sum_ref, packed_ref, scale_ref, d_out_ref, d_x_ref, d_y_ref, d_scale_ref, d_bias_ref = refs
     inside = gpu.rows_inside(sum_ref.shape, count)
     normal_L4C, inverse_L11 = _normal(gpu.load(sum_ref, inside), settings.epsilon)
@@ -149,7 +152,7 @@ def _backward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
     d_L4C = (d_normal_L4C - _mean(d_normal_L4C) - normal_L4C * along_L11) * inverse_L11
     gpu.store(d_x_ref, d_L4C, inside)
     packed_L1C = gpu.load(packed_ref, gpu.rows_inside(packed_ref.shape, count)).astype(jnp.int32)
-    gpu.store(d_y_ref, _kept(d_L4C, packed_L1C, settings.rate), inside)
+    gpu.store(d_y_ref, _apply_dropout(d_L4C, packed_L1C, settings.rate), inside)
 
 
 def _normal(x_L4C: Array, epsilon: float) -> tuple[Array, Array]:
@@ -164,7 +167,8 @@ def _mean(x_L4C: Array) -> Array:
     return (x_L4C.sum(axis=2).sum(axis=1) / (4 * x_L4C.shape[2]))[:, None, None]
 
 
-def _kept(x_L4C: Array, packed_L1C: Array, rate: float) -> Array:
+def _apply_dropout(x_L4C: Array, packed_L1C: Array, rate: float) -> Array:
+    """Zero the elements that the mask drops, and scale up the others."""
     quarter_L4C = jax.lax.broadcasted_iota(jnp.int32, x_L4C.shape, 1)
     keep_L4C = (jnp.broadcast_to(packed_L1C, x_L4C.shape) >> quarter_L4C) & 1
     return jnp.where(keep_L4C != 0, x_L4C * scale_up(rate), 0.0)

@@ -25,7 +25,8 @@ class Norm(nnx.Module):
 
         The config's norm_type, norm_epsilon and norm_bias select the norm.
         """
-        shape, self.is_rms = (config.d_model,), config.norm_type == "rms"
+        shape = (config.d_model,)
+        self.is_rms = config.norm_type == "rms"
         use_bias = config.norm_bias and not self.is_rms
         self.scale = nnx.Param(jnp.ones(shape, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(shape, jnp.float32)) if use_bias else None
@@ -59,7 +60,8 @@ def _normalized(x_BLD: Array, epsilon: float) -> Array:
 def _normalized_jvp(
     epsilon: float, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    [x_BLD], [dx_BLD] = primals, tangents
+    [x_BLD] = primals
+    [dx_BLD] = tangents
     # Without the barrier, XLA would recompute the statistics in each kernel that needs them or, if
     # it cannot, store float32 arrays with the shape of x.
     mean_BL1, inverse_BL1 = jax.lax.optimization_barrier(_statistics(x_BLD, epsilon))
@@ -100,7 +102,8 @@ class Residual(nnx.Module):
 
         The sublayer is called with the same ``dropout_key``.
         """
-        norm, rate = self.norm, self.dropout
+        norm = self.norm
+        rate = self.dropout
         y_BLD = sublayer(norm(x_BLD) if self.pre else x_BLD, dropout_key=dropout_key)
         plain = self.pre or rate == 0 or not norm_kernel.supports(x_BLD)
         with jax.named_scope("residual"):
@@ -108,7 +111,8 @@ class Residual(nnx.Module):
                 x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
                 return x_BLD if self.pre else norm(x_BLD)
             # In training on a GPU, one fused kernel computes all of this.
-            key, weights = mask_key(dropout_key), (norm.scale[...], norm.bias[...])
+            key = mask_key(dropout_key)
+            weights = norm.scale[...], norm.bias[...]
             return jax.lax.platform_dependent(
                 cuda=lambda: norm_kernel.residual_norm(
                     x_BLD, y_BLD, key, *weights, rate=rate, epsilon=norm.epsilon

@@ -42,9 +42,10 @@ def sinusoidal_positions(
 class RelativeBias(nnx.Module):
     """Bias that T5 adds to the scores of self-attention (Raffel et al., 2020, section 2.1).
 
-    Each head has one bias for each bucket of distances from the query to the key. Half of the
-    buckets hold one distance each; the width of the others grows exponentially up to
-    ``relative_distance``. In the encoder, each direction has half of all buckets.
+    Each head has one bias for each bucket of distances from the query to the key. Short distances
+    have half of the buckets, one each. Longer distances share the other half, whose widths grow
+    exponentially up to ``relative_distance``. In the encoder, each direction has half of all
+    buckets.
     """
 
     def __init__(self, config: ModelConfig, *, bidirectional: bool, rngs: nnx.Rngs):
@@ -52,7 +53,8 @@ class RelativeBias(nnx.Module):
         initializer = nnx.initializers.normal(config.d_model**-0.5, jnp.float32)
         shape = config.relative_buckets, config.num_heads
         self.table = nnx.Param(initializer(rngs.params(), shape))
-        self.bidirectional, self.longest = bidirectional, config.relative_distance
+        self.bidirectional = bidirectional
+        self.longest = config.relative_distance
 
     def square(self, length: int) -> Array:
         """Return the biases of a row of tokens, float32 [1, H, L, L]: queries, then keys."""
@@ -64,7 +66,7 @@ class RelativeBias(nnx.Module):
     def at(self, position_B: Array, length: int) -> Array:
         """Return the biases of ``length`` keys, for one query at each position: [B, H, L].
 
-        The bias of later keys, which are masked, is that of the query's own key.
+        Later keys, which are masked, get the bias of distance 0.
         """
         biases_DH = self._between(1 - length, 1)
         distances_BL = jnp.arange(length)[None] - position_B[:, None] + length - 1
@@ -73,7 +75,8 @@ class RelativeBias(nnx.Module):
     def _between(self, first: int, stop: int) -> Array:
         """Return the biases [D, H] of D distances: key minus query, from ``first`` on."""
         distances_D = np.arange(first, stop)
-        buckets_D, count = np.zeros_like(distances_D), self.table.shape[0]
+        buckets_D = np.zeros_like(distances_D)
+        count = self.table.shape[0]
         if self.bidirectional:
             count //= 2
             buckets_D += count * (distances_D > 0)

@@ -191,7 +191,8 @@ class Transformer(nnx.Module):
             return self.hidden(*args, **options), None
         model = nnx.clone(self)
         layer = model.decoder.layers[number]
-        layer.remat, layer.cross_attention.sow_weights = False, True
+        layer.remat = False
+        layer.cross_attention.sow_weights = True
         hidden_BTD, sown = nnx.capture(model.hidden, nnx.Intermediate)(*args, **options)
         [layer] = sown["decoder"]["layers"].values()
         return hidden_BTD, layer["cross_attention"]["weights"][0][:, 0]
@@ -250,7 +251,8 @@ class Transformer(nnx.Module):
     @jax.named_scope("logits")
     def logits(self, hidden_BTD: Array) -> Array:
         """Compute logits of the next token, float32 [B, T, V]."""
-        dtype, matrix_VD = compute_dtype(self.config), self.output_matrix_VD
+        dtype = compute_dtype(self.config)
+        matrix_VD = self.output_matrix_VD
         scale_V = None if self.softmax_scale is None else self.softmax_scale[...]
         if scale_V is None:
             matrix_VD = matrix_VD.astype(dtype)
@@ -302,8 +304,8 @@ class Transformer(nnx.Module):
     def next_logits(self, tokens_BW: Array, layers: Sequence[LayerAttention]) -> Array:
         """Compute the logits of ``decode_step``. ``layers`` collect the new keys and values."""
         cache = layers[0].cache
-        held = cache.ancestors_BWT.shape[:2]
-        assert tokens_BW.shape == held, f"tokens_BW is {tokens_BW.shape}; the cache is for {held}"
+        shape = cache.ancestors_BWT.shape[:2]
+        assert tokens_BW.shape == shape, f"tokens_BW is {tokens_BW.shape}; the cache is for {shape}"
         # A finished sentence can run past the end of the cache; its positions are clipped.
         longest = min(cache.ancestors_BWT.shape[2], self.config.position_limit)
         x_BWD = self.target_embedding(tokens_BW, cache.position_B[:, None], num_positions=longest)
@@ -339,9 +341,9 @@ def with_cast_weights(model: M, weights: str = "auto") -> M:
     for module in modules:
         if isinstance(module, Projection):
             if weights == "int8":
-                module.kernel, module.scale = map(
-                    nnx.Param, quantize(module.einsum_str, module.kernel[...])
-                )
+                kernel, scale = quantize(module.einsum_str, module.kernel[...])
+                module.kernel = nnx.Param(kernel)
+                module.scale = nnx.Param(scale)
             else:
                 for parameter in (module.kernel, module.bias):
                     if parameter is not None:

@@ -24,7 +24,7 @@ from transformer_jax.devices.sharding import (
     state_shardings,
     unshard_embeddings,
 )
-from transformer_jax.model.dropout import kept
+from transformer_jax.model.dropout import keep_mask
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
@@ -323,7 +323,7 @@ def cut_tokens(tokens_BL: Array, rate: float, key: Array) -> Array:
     """
     second_B1 = (jnp.arange(len(tokens_BL)) % 2 == 1)[:, None]
     is_word_BL = (tokens_BL != PAD_ID) & (tokens_BL != EOS_ID)
-    return ~kept(tokens_BL.shape, rate, key) & is_word_BL & second_B1
+    return ~keep_mask(tokens_BL.shape, rate, key) & is_word_BL & second_B1
 
 
 def accumulated_gradients(
