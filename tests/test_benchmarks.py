@@ -153,6 +153,7 @@ def test_commands_here_and_in_another_checkout(tmp_path: Path) -> None:
     assert set(table) == {command, "against"} and table["against"]["ratio"] > 1
 
 
+@pytest.mark.exhaustive
 def test_training(tmp_path: Path) -> None:
     """Our engine of this checkout is among the toy sizes below."""
     small = ["--config", str(tmp_path / "tiny.py"), "--pairs", "4", "--length", "6", "--steps", "2"]
@@ -216,6 +217,7 @@ def test_decoding_agrees_with_other_engines(
         assert table[f"batch 1, {name}"]["same"] == "6 of 6"
 
 
+@pytest.mark.exhaustive
 def test_serving_and_decoding_of_a_trained_model(
     tmp_path: Path, here: Callable[..., dict[str, Any]]
 ) -> None:
@@ -251,6 +253,7 @@ def test_serving_and_decoding_of_a_trained_model(
     assert {"writing the KV cache", "beams, constraints, results"} < set(table)
 
 
+@pytest.mark.exhaustive
 def test_corpus_and_plan(tmp_path: Path) -> None:
     [figures] = benchmark(tmp_path, "data", "--pairs", "3000", "--workers", "1").values()
     assert figures["pairs/s"] > 0 and figures["batch ms"] > 0 and 0 < figures["fill"] <= 1
@@ -289,6 +292,7 @@ def test_finished_parts_are_skipped_and_failures_reported(
     assert run_all(output, monkeypatch, "--toy", "--parts", "good")[0] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.cpu("two simulated devices")
 def test_toy_sizes_of_the_accelerator_benchmarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,10 @@ def test_a_language_model_samples_number_names(run: Callable[..., str]) -> None:
     assert int(right) >= 50 and 0 < int(new) < int(right)
 
 
-@pytest.mark.parametrize("family", ["nllb", "t5", "opus_mt"])
+@pytest.mark.parametrize(
+    "family",
+    ["opus_mt", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("nllb", "t5"))],
+)
 def test_recipes_fine_tune_random_pretrained_models(
     family: str, run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

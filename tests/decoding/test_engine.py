@@ -389,9 +389,19 @@ def test_other_precisions_do_not_depend_on_the_batch(precision, with_vnni):
 
 
 @pytest.mark.cpu("elsewhere sums may be taken in another order, and int8 is not supported")
-@pytest.mark.parametrize("beam_size", [4, 1])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_the_batch_size_does_not_change_a_bit(precision, beam_size, with_vnni):
+@pytest.mark.parametrize(
+    ("precision", "beam_size", "batch_sizes"),
+    [
+        ("bfloat16", 4, (40, 3)),
+        ("int8", 1, (40, 1)),
+        *(
+            pytest.param(precision, beam_size, (40, 1, 3), marks=pytest.mark.exhaustive)
+            for precision in ("float32", "bfloat16", "int8")
+            for beam_size in (4, 1)
+        ),
+    ],
+)
+def test_the_batch_size_does_not_change_a_bit(precision, beam_size, batch_sizes, with_vnni):
     """The model is large enough for XLA to choose its operations by the number of rows."""
     dtype, weights = ("float32", "int8") if precision == "int8" else (precision, "auto")
     large = {"vocab_size": 2000, "d_model": 64, "d_ff": 128, "num_heads": 4}
@@ -400,7 +410,7 @@ def test_the_batch_size_does_not_change_a_bit(precision, beam_size, with_vnni):
     sentences = [
         Sentence(np.random.default_rng(i).integers(4, 2000, 1 + i % 9).tolist()) for i in range(40)
     ]
-    sizes = [dataclasses.replace(config, batch_size=size) for size in (40, 1, 3)]
+    sizes = [dataclasses.replace(config, batch_size=size) for size in batch_sizes]
     first, *others = [as_users_compile(Engine(model, each)).search(sentences) for each in sizes]
     for found in others:
         assert found == first

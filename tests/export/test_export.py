@@ -229,7 +229,14 @@ def test_scores_agree_with_the_libraries_at_length_offset_0(tmp_path, joint, lin
 
 
 @pytest.mark.parametrize(
-    ("alpha", "patience"), [(0.5, 0.6), (0.5, 1.0), (0.5, 1.4), (0.5, 2.0), (1.0, 0.5), (1.0, 1.0)]
+    ("alpha", "patience"),
+    [
+        (0.5, 1.0),
+        *(
+            pytest.param(alpha, patience, marks=pytest.mark.exhaustive)
+            for alpha, patience in ((0.5, 0.6), (0.5, 1.4), (0.5, 2.0), (1.0, 0.5), (1.0, 1.0))
+        ),
+    ],
 )
 def test_the_libraries_stop_at_the_same_patience(
     alpha, patience, tmp_path, joint, lines, marian
@@ -254,6 +261,7 @@ def test_the_libraries_stop_at_the_same_patience(
         assert exact.translate(lines) != texts
 
 
+@pytest.mark.exhaustive
 def test_ctranslate2_renormalizes_without_suppressed_tokens(
     tmp_path, joint, lines, marian, logits
 ) -> None:

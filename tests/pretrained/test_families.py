@@ -180,6 +180,15 @@ def family(request: Any, tmp_path_factory: Any) -> Family:
     return read(request.param, folder, families.write(request.param, folder))
 
 
+def representatives(*cases: str) -> Any:
+    """The families of different code paths. `make test` runs a test with these alone."""
+    every = [
+        pytest.param(case, marks=[] if case in cases else pytest.mark.exhaustive)
+        for case in families.CASES
+    ]
+    return pytest.mark.parametrize("family", every, indirect=True, scope="module")
+
+
 def apart(ours: Any, theirs: Any) -> float:
     """Largest difference, relative to the largest value."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
@@ -190,6 +199,16 @@ def apart(ours: Any, theirs: Any) -> float:
 # Numbers: outputs, gradients, training, decoding steps.
 
 
+def test_logits_equal_theirs(family: Family, logits: Any) -> None:
+    source, target = family.our_batch
+    is_real = target != 0
+    with torch.no_grad():
+        theirs = family.their_logits().numpy()[is_real]
+    ours = logits(family.model, source, target)[..., family.pretrained.rows.ours][is_real]
+    assert apart(ours, theirs) < 1e-5
+
+
+@representatives("mbart", "marian, two vocabularies", "t5 1.1")
 def test_logits_gradients_and_five_steps_of_adamw_equal_theirs(family: Family) -> None:
     """The softmax bias is frozen, because it is a buffer in PyTorch."""
     source, target = family.our_batch
@@ -257,6 +276,7 @@ def compare_gradients(family: Family, gradients: Transformer) -> None:
             assert apart(ours[name], gradient) < 1e-4, name
 
 
+@representatives("bart", "pegasus", "umt5")
 def test_cached_steps_equal_teacher_forcing(family: Family) -> None:
     source, target = family.our_batch
     graph, state = nnx.split(family.model)
@@ -319,7 +339,10 @@ def theirs_found(family: Family, lines: list[str], **settings: Any) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize(("beam_size", "patience"), [(1, None), (4, 1.0)])
+@representatives("m2m_100", "mbart, first version", "marian, two vocabularies", "t5")
+@pytest.mark.parametrize(
+    ("beam_size", "patience"), [pytest.param(1, None, marks=pytest.mark.exhaustive), (4, 1.0)]
+)
 def test_outputs_and_scores_equal_theirs(
     family: Family, beam_size: int, patience: float | None
 ) -> None:
@@ -336,7 +359,7 @@ def test_outputs_and_scores_equal_theirs(
         np.testing.assert_allclose(ours[i][0].score, score, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["bart", "nllb"])
+@pytest.mark.parametrize("case", ["bart", pytest.param("nllb", marks=pytest.mark.exhaustive)])
 def test_the_exact_beam_search_equals_early_stopping_never(case: str, tmp_path: Path) -> None:
     """Except at the limit, where the log-probability of their forced EOS is 0."""
     family = read(case, tmp_path, families.write(case, tmp_path))
@@ -355,6 +378,7 @@ def test_the_exact_beam_search_equals_early_stopping_never(case: str, tmp_path: 
         np.testing.assert_allclose(its.score, score, rtol=1e-5)
 
 
+@representatives("nllb")
 def test_ctranslate2s_converter_reads_an_export(family: Family, tmp_path: Path) -> None:
     if family.case == "marian, two vocabularies":
         pytest.skip("CTranslate2's converter reads one vocabulary")
@@ -488,7 +512,7 @@ def test_half_precision_files(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_same(found, {name: expected[name] for name in found})
 
 
-@pytest.mark.parametrize("case", ["t5", "umt5"])
+@pytest.mark.parametrize("case", ["umt5", pytest.param("t5", marks=pytest.mark.exhaustive)])
 def test_a_vocabulary_without_room_for_bos(case: str, tmp_path: Path) -> None:
     """Our BOS gets a row of its own, which is never generated or exported."""
     family = read(case, tmp_path, families.write(case, tmp_path, spare=0))
@@ -804,6 +828,7 @@ def test_a_pair_of_languages_is_chosen_at_the_import(tmp_path: Path) -> None:
     assert import_huggingface(output)[2].source.first == codes[0]
 
 
+@pytest.mark.exhaustive
 def test_byt5(tmp_path: Path) -> None:
     """The bytes of any text are tokens, and there is no tokenizer file. A cached search finds what
     theirs finds, and the export has the same tensors.

@@ -145,8 +145,8 @@ def test_seeds_share_a_compiled_step() -> None:
 # Each axis on its own (for data, see the accumulation test), and all three, on two slices and with
 # devices in another order, as on real machines, where a mesh follows the topology.
 MESHES = [
-    (MeshConfig(1, 8, 1), range(8)),
-    (MeshConfig(1, 1, 8), range(8)),
+    pytest.param(MeshConfig(1, 8, 1), range(8), marks=pytest.mark.exhaustive),
+    pytest.param(MeshConfig(1, 1, 8), range(8), marks=pytest.mark.exhaustive),
     (MeshConfig(2, 2, 2, slices=2), (6, 3, 0, 5, 2, 7, 4, 1)),
 ]
 
@@ -254,7 +254,11 @@ def test_fsdp_divides_memory_by_the_number_of_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "accumulate_steps"), [(1, 4), pytest.param(4, 2, marks=pytest.mark.devices(4))]
+    ("devices", "accumulate_steps"),
+    [
+        pytest.param(1, 4, marks=pytest.mark.exhaustive),
+        pytest.param(4, 2, marks=pytest.mark.devices(4)),
+    ],
 )
 def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> None:
     parts = changed(CONFIG, optimizer={"accumulate_steps": accumulate_steps})
@@ -290,7 +294,11 @@ def two_rows_alone() -> tuple[StepMetrics, LossSums]:
 
 @pytest.mark.parametrize(
     ("devices", "accumulate_steps", "segments"),
-    [(1, 4, False), (1, 4, True), pytest.param(4, 2, False, marks=pytest.mark.devices(4))],
+    [
+        pytest.param(1, 4, False, marks=pytest.mark.exhaustive),
+        (1, 4, True),
+        pytest.param(4, 2, False, marks=pytest.mark.devices(4)),
+    ],
 )
 def test_empty_rows_change_nothing(
     devices: int,
@@ -468,6 +476,7 @@ def test_simcut_adds_the_divergence_from_a_pass_with_cut_tokens(packed: bool) ->
     np.testing.assert_allclose(found[1:], without[1:], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_simcut_without_cuts_or_dropout_is_plain_training() -> None:
     """And with both, two devices give the same as one."""
     config = changed(CONFIG, training={"simcut": 3.0, "simcut_rate": 0.0})
