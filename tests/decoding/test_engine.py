@@ -300,7 +300,7 @@ def test_token_ids_outside_the_vocabulary_give_no_result(engine, sentence):
 
 def test_models_of_an_ensemble_that_do_not_match():
     other = dataclasses.replace(MODEL, vocab_size=50)
-    start = dataclasses.replace(MODEL, decoder_start="pad")
+    start = dataclasses.replace(MODEL, decoder_start_id=0)
     for models, message in [
         ([make_model(0), make_model(0, other)], r"are \[\(40, 40\), \(50, 50\)\]; expected one"),
         ([make_model(0), make_model(0, start)], r"_start are \['bos', 'pad'\]; expected the"),

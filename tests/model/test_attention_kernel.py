@@ -289,6 +289,11 @@ def test_programs_of_one_device_use_the_kernel_beside_other_devices(
     else:
         engine = Engine(model, DecodingConfig(batch_size=4))
         bucket = engine.buckets[0]
-        block = make_block(bucket, {i: Sentence([5] * 23) for i in range(4)}, lambda _: 24)
+        block = make_block(
+            bucket,
+            {i: Sentence([5] * 23) for i in range(4)},
+            lambda _: 24,
+            engine.method,
+        )
         encode = partial(engine._search.encode, bucket=bucket)
         assert _kernels(encode, engine._weights, block) == 1

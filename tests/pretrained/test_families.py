@@ -292,7 +292,7 @@ def test_cached_steps_equal_teacher_forcing(family: Family) -> None:
     @jax.jit
     def all_steps(state: Any, cache: Any) -> jax.Array:
         model, inputs_BT = nnx.merge(graph, state), np.roll(target, 1, axis=1)
-        inputs_BT[:, 0] = SPECIAL_IDS[family.config.model.decoder_start]
+        inputs_BT[:, 0] = family.config.model.decoder_start_id
 
         def step(cache: Any, tokens_B: jax.Array) -> tuple[Any, jax.Array]:
             logits_BWV, cache = model.decode_step(tokens_B[:, None], cache)

@@ -36,17 +36,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"norm": "pre", "norm_type": "rms", "activation": "geglu", "feed_forward_bias": False},
         **{"positions": "relative", "relative_buckets": 9, "relative_distance": 12},
         **{"attention_scale": False, "embedding_scale": "none", "output_scale": True},
-        **{"num_layers": 2, "relative_bias": "layer", "decoder_start": "pad", "remat": True},
+        **{"num_layers": 2, "relative_bias": "layer", "decoder_start_id": 0, "remat": True},
     },
     "bart": {
         **{"positions": "learned", "max_positions": 32, "position_offset": 2},
         **{"share_positions": False, "embedding_norm": True, "embedding_scale": "none"},
-        **{"attention_bias": True, "softmax_bias": True, "decoder_start": "eos"},
+        **{"attention_bias": True, "softmax_bias": True, "decoder_start_id": 2},
         "language_last": True,
     },
     "m2m_100": {
         **{"norm": "pre", "positions": "tensor2tensor", "position_offset": 2},
-        **{"embedding_scale": "tokens", "attention_bias": True, "decoder_start": "eos"},
+        **{"embedding_scale": "tokens", "attention_bias": True, "decoder_start_id": 2},
     },
 }
 

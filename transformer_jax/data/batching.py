@@ -34,7 +34,7 @@ _OF_BATCHES, _OF_ROWS, _OF_PACKING = range(3)
 
 
 class Batch(NamedTuple):
-    """Batch of sentence pairs, int32. Sequences end with EOS and are padded with PAD = 0.
+    """Batch of sentence pairs, int32. Sequences end with EOS and are padded with PAD.
 
     Targets have no BOS. Segment ids number the pairs in a row from 1, with 0 for padding. Both
     segment arrays are None if every row holds one pair. Rows can be empty (all PAD). Links are the
@@ -55,8 +55,11 @@ class BatchPlan:
     Memory: about 35 bytes per pair (packed: 70).
     """
 
-    def __init__(self, corpus: Corpus | Mix, config: BatchConfig, *, seed: int) -> None:
-        """Choose batch shapes and build rows. Takes seconds for ten million pairs.
+    def __init__(
+        self, corpus: Corpus | Mix, config: BatchConfig, *, seed: int, pad_id: int = 0
+    ) -> None:
+        """Choose batch shapes and build rows, padded with ``pad_id`` (``ModelConfig.pad_id``).
+        Takes seconds for ten million pairs.
 
         Raises ``UserError`` if the token budget is too small for ``row_multiple`` rows of the
         maximum length, or (packed) a sentence is longer than a row.
@@ -65,6 +68,7 @@ class BatchPlan:
         self.aligned = len(corpus.sides) > 2
         self._corpus = corpus
         self._seed = seed
+        self._pad_id = pad_id
         limits = (config.tokens, config.row_multiple)
         N = corpus.num_pairs
         assert N, "the corpus has no pairs"
@@ -119,8 +123,10 @@ class BatchPlan:
         chosen = self._corpus.drawn(pairs[ranges(starts[row], pairs_per_row)], epoch)
         sources = self._corpus.read(0, chosen)
         targets = self._corpus.read(1, chosen)
-        source_BS, source_segments_BS, source_starts = _fill_rows(sources, pairs_per_row, S)
-        target_BT, target_segments_BT, _ = _fill_rows(targets, pairs_per_row, T)
+        source_BS, source_segments_BS, source_starts = _fill_rows(
+            sources, pairs_per_row, S, self._pad_id
+        )
+        target_BT, target_segments_BT, _ = _fill_rows(targets, pairs_per_row, T, self._pad_id)
         batch = Batch(source_BS, target_BT)
         if self.packed:
             batch = Batch(source_BS, target_BT, source_segments_BS, target_segments_BT)
@@ -128,7 +134,7 @@ class BatchPlan:
             links_in_pair, lengths = self._corpus.read(2, chosen)
             links_in_row = links_in_pair + np.repeat(source_starts, lengths)
             links = np.where(links_in_pair, links_in_row, 0)
-            links_BT, _, _ = _fill_rows((links, lengths), pairs_per_row, T)
+            links_BT, _, _ = _fill_rows((links, lengths), pairs_per_row, T, 0)
             batch = batch._replace(links_BT=links_BT)
         return batch
 
@@ -144,7 +150,7 @@ class BatchPlan:
 
 
 def _fill_rows(
-    sequences: tuple[np.ndarray, np.ndarray], pairs_per_row: np.ndarray, L: int
+    sequences: tuple[np.ndarray, np.ndarray], pairs_per_row: np.ndarray, L: int, padding: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lay out sequences (flat tokens and lengths) one after another in rows of length L.
 
@@ -156,7 +162,8 @@ def _fill_rows(
     before = np.cumsum(lengths) - lengths
     starts = before - before[first_of_row]
     to = ranges(row * L + starts, lengths)
-    tokens_BL, segments_BL = np.zeros((2, len(pairs_per_row), L), np.int32)
+    tokens_BL = np.full((len(pairs_per_row), L), padding, np.int32)
+    segments_BL = np.zeros_like(tokens_BL)
     tokens_BL.reshape(-1)[to] = tokens
     segments_BL.reshape(-1)[to] = np.repeat(np.arange(len(lengths)) - first_of_row + 1, lengths)
     return tokens_BL, segments_BL, starts

@@ -83,12 +83,12 @@ class Corpus:
 
     @classmethod
     def from_lists(
-        cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+        cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], eos_id: int = 2
     ) -> Corpus:
         """Build a corpus in memory from token ids. EOS is added to each sequence."""
         sides = []
         for lists in (sources, targets):
-            tokens, lengths = flatten(lists, np.dtype(np.int32))
+            tokens, lengths = flatten(lists, np.dtype(np.int32), eos_id)
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             sides.append(Sequences(tokens, offsets))
         return cls("", tuple(sides), len(sources))

@@ -27,7 +27,6 @@ from transformer_jax.data.sources import ParallelText
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig
-from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_links
 
@@ -86,7 +85,7 @@ class TokenizeJob:
             seed = int.from_bytes(digest[:4], "little")
             lines = [pair[i] for pair in pairs]
             tokens = side.encode(lines, sampling=self.sampling, seed=seed)
-            sides.append(flatten(tokens, self.dtypes()[i]))
+            sides.append(flatten(tokens, self.dtypes()[i], side.eos_id))
             encoded.append(tokens)
         lengths_2N = np.stack([lengths for _, lengths in sides])
         max_lengths_2 = np.array([self.data.max_source_length, self.data.max_target_length])
@@ -104,11 +103,11 @@ class TokenizeJob:
         return TokenizedChunk(filtered, len(pairs))
 
 
-def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
+def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int) -> Flat:
     """Append EOS to each sequence and concatenate them. Returns the tokens and int32 lengths."""
     sequences = list(sequences)
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
-    ended = chain.from_iterable(chain(sequence, (EOS_ID,)) for sequence in sequences)
+    ended = chain.from_iterable(chain(sequence, (eos_id,)) for sequence in sequences)
     return np.fromiter(ended, dtype, int(lengths.sum(dtype=np.int64))), lengths
 
 

@@ -34,8 +34,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.matmul import check_int8
 from transformer_jax.model.transformer import Transformer, with_cast_weights
-from transformer_jax.settings.config import DecodingConfig
-from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID, SPECIAL_IDS
+from transformer_jax.settings.config import DecodingConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class _Search(NamedTuple):
             memory_BSD = model.encode(padded.source_BS)
         cache = model.start_cache(
             memory_BSD,
-            padded.source_BS != PAD_ID,
+            padded.source_BS != self.method.pad_id,
             beam_size=self.method.beam_size,
             max_length=max_length,
             source_capacity=bucket.lengths[-1],
@@ -156,9 +155,8 @@ class Engine:
         """
         if config.weights == "int8":
             check_int8()
-        start_id = SPECIAL_IDS[model.config.decoder_start]
         self.config = config
-        self.method = _method(config, suppress, start_id, free_prefix)
+        self.method = _method(config, suppress, model.config, free_prefix)
         positions = model.config.position_limit
         self.longest_source = min(config.max_source_length, positions)
         self._longest_target = partial(config.longest_target, positions=positions)
@@ -261,7 +259,7 @@ class Engine:
         """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
         # The number of rows makes no difference, so all share the compiled encoders.
         bucket = bucket._replace(rows=bucket.block_size)
-        padded = make_block(bucket, sentences, self._longest_target)
+        padded = make_block(bucket, sentences, self._longest_target, self.method)
         return self._compiled.encode(self._weights, padded, bucket=bucket)
 
     def admit_and_decode(
@@ -278,11 +276,11 @@ class Engine:
     def results(rows: Rows) -> Found:
         """Return the results of the rows whose sentences are done."""
         number_B = jnp.where(rows.state.done_B, rows.number_B, EMPTY)
-        return Found(number_B, results(rows.state.finished, PAD_ID))
+        return Found(number_B, results(rows.state.finished, pad_id=0))
 
     def new_rows(self, bucket: Bucket) -> Rows:
         """Create idle batch rows on the device."""
-        padded = make_block(bucket._replace(rows=1), {}, self._longest_target)
+        padded = make_block(bucket._replace(rows=1), {}, self._longest_target, self.method)
         return self._compiled.idle_rows(self._weights, padded, bucket=bucket)
 
     def freed(self, rows: Rows, numbers: Sequence[int]) -> Rows:
@@ -348,14 +346,14 @@ def search_together(
 
 
 def _method(
-    config: DecodingConfig, suppress: tuple[int, ...], start_id: int, free_prefix: int
+    config: DecodingConfig, suppress: tuple[int, ...], model: ModelConfig, free_prefix: int
 ) -> Method:
     method: type[Method] = BeamSearch if config.method == "beam" else Sampling
     shared = vars(config).keys() & {field.name for field in fields(method)}
     return method(
-        bos_id=start_id,
-        eos_id=EOS_ID,
-        pad_id=PAD_ID,
+        bos_id=model.decoder_start_id,
+        eos_id=model.eos_id,
+        pad_id=model.pad_id,
         constraints=Constraints(config.min_length, suppress, config.no_repeat_ngram),
         free_prefix=free_prefix,
         **{name: getattr(config, name) for name in shared},

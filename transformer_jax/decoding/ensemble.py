@@ -32,12 +32,13 @@ class Ensemble(nnx.Module):
                 f"The models' (source, target) vocabulary sizes are {sizes}; expected one or more "
                 "models with the same sizes."
             )
-        starts = [model.config.decoder_start for model in models]
-        if len(set(starts)) > 1:
-            raise UserError(
-                f"The models' model.decoder_start are {starts}; expected the same value, because "
-                "all models of an ensemble get the same decoder inputs."
-            )
+        for name in ("decoder_start_id", "pad_id", "eos_id"):
+            ids = [getattr(model.config, name) for model in models]
+            if len(set(ids)) > 1:
+                raise UserError(
+                    f"The models' model.{name} are {ids}; expected the same value, because all "
+                    "models of an ensemble get the same token ids."
+                )
         self.models = nnx.List(models)
 
     @property

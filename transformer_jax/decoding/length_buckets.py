@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from transformer_jax.decoding.continuous_batching import EMPTY
-from transformer_jax.decoding.search import NOT_FORCED, Sentence
-from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
+from transformer_jax.decoding.search import NOT_FORCED, Method, Sentence
 
 
 class Bucket(NamedTuple):
@@ -69,19 +68,23 @@ class Padded(NamedTuple):
 
 
 def make_block(
-    bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
+    bucket: Bucket,
+    sentences: Mapping[int, Sentence],
+    longest_target: Callable[[int], int],
+    method: Method,
 ) -> Padded:
     """Pad numbered sentences to the same length, and their number to ``bucket.rows``.
-    ``longest_target`` maps a source length to the maximum target length.
+    ``longest_target`` maps a source length to the maximum target length. ``method`` has the ids of
+    PAD and EOS.
     """
     B, P = bucket.rows, longest_target(bucket.lengths[-1])
     S = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
-    source_BS, number_B = np.full((B, S), PAD_ID, np.int32), np.full(B, EMPTY, np.int32)
+    source_BS, number_B = np.full((B, S), method.pad_id, np.int32), np.full(B, EMPTY, np.int32)
     limit_B, wanted_B = np.zeros((2, B), np.int32)
     prefix_BP, seed_B = np.full((B, P), NOT_FORCED, np.int32), np.zeros(B, np.uint32)
     terms_BKAM = np.full((B, *bucket.terms), -1, np.int32)
     for place, (number, sentence) in enumerate(sentences.items()):
-        source = [*sentence.tokens, EOS_ID]
+        source = [*sentence.tokens, method.eos_id]
         source_BS[place, : len(source)] = source
         number_B[place], seed_B[place] = number, sentence.seed
         limit_B[place], wanted_B[place] = longest_target(len(source)), sentence.wanted

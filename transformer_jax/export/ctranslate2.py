@@ -11,9 +11,6 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import numpy as np
 
 from transformer_jax import (
-    BOS_ID,
-    EOS_ID,
-    UNK_ID,
     Config,
     ModelConfig,
     Tokenizer,
@@ -30,7 +27,6 @@ from transformer_jax.pretrained.weights import (
     to_library,
     with_biases,
 )
-from transformer_jax.tokenization.special_ids import SPECIAL_IDS
 
 _POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
 _LIBRARY = Library(
@@ -100,9 +96,11 @@ def export_ctranslate2(
     source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
     spec.register_source_vocabulary(source_tokens)
     spec.register_target_vocabulary(target_tokens)
-    spec.config.bos_token = target_tokens[BOS_ID]
-    spec.config.decoder_start_token = target_tokens[SPECIAL_IDS[config.model.decoder_start]]
-    spec.config.eos_token, spec.config.unk_token = target_tokens[EOS_ID], target_tokens[UNK_ID]
+    target = tokenizer.target
+    spec.config.bos_token = target_tokens[target.bos_id]
+    spec.config.decoder_start_token = target_tokens[config.model.decoder_start_id]
+    spec.config.eos_token = target_tokens[target.eos_id]
+    spec.config.unk_token = target_tokens[target.unk_id]
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = config.model.norm_epsilon
     spec.validate()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from transformer_jax import EOS_ID, PAD_ID, UNK_ID, Config, Tokenizer, Transformer
+from transformer_jax import Config, Tokenizer, Transformer
 from transformer_jax.export.shared import check_fields, write_json, write_sentencepiece
 from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
@@ -96,8 +96,8 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None
     settings = {
         "tokenizer_class": "MarianTokenizer",
         "model_max_length": length_limits(config)[0],
-        "pad_token": tokens[PAD_ID],
-        "eos_token": tokens[EOS_ID],
-        "unk_token": tokens[UNK_ID],
+        "pad_token": tokens[tokenizer.target.pad_id],
+        "eos_token": tokens[tokenizer.target.eos_id],
+        "unk_token": tokens[tokenizer.target.unk_id],
     }
     write_json(folder / "tokenizer_config.json", settings)

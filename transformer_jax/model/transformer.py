@@ -20,7 +20,6 @@ from transformer_jax.model.matmul import compute_dtype, einsum, is_mixed, output
 from transformer_jax.model.positions import segment_positions
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
-from transformer_jax.tokenization.special_ids import PAD_ID, SPECIAL_IDS
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -117,7 +116,7 @@ class Transformer(nnx.Module):
         """Compute the decoder output [B, T, D] for ``logits`` or a loss that includes the softmax.
 
         Args:
-          source_BS: token ids, padded with PAD_ID at the end.
+          source_BS: token ids, padded with ``config.pad_id`` at the end.
           target_BT: token ids to predict, including EOS. This method shifts them right for teacher
             forcing (section 3.1).
           source_segments_BS, target_segments_BT: segment ids of packed rows; 0 is padding. Pass
@@ -128,9 +127,9 @@ class Transformer(nnx.Module):
         """
         keys = as_keys(dropout_key)
         memory_BSD = self.encode(source_BS, source_segments_BS, cut_BS=cut_BS, dropout_key=keys)
-        segments_BT = _segments(target_BT, target_segments_BT)
+        segments_BT = self._segments(target_BT, target_segments_BT)
         positions_BT = segment_positions(segments_BT)
-        start_id = SPECIAL_IDS[self.config.decoder_start]
+        start_id = self.config.decoder_start_id
         inputs_BT = jnp.where(positions_BT == 0, start_id, _shift_right(target_BT))
         if cut_BT is not None:
             cut_BT = _shift_right(cut_BT) & (positions_BT > 0)
@@ -146,7 +145,7 @@ class Transformer(nnx.Module):
             ),
             memory_BSD,
             attention_mask(segments_BT, segments_BT, causal=True),
-            attention_mask(segments_BT, _segments(source_BS, source_segments_BS)),
+            attention_mask(segments_BT, self._segments(source_BS, source_segments_BS)),
             dropout_key=keys,
         )
 
@@ -162,7 +161,7 @@ class Transformer(nnx.Module):
         _, sown = nnx.capture(Transformer.hidden, nnx.Intermediate)(model, source_BS, target_BT)
 
         def of(stack: str, attention: str, queries_BL: Array) -> tuple[Array, ...]:
-            is_query_B1L1 = (queries_BL != PAD_ID)[:, None, :, None]
+            is_query_B1L1 = (queries_BL != self.config.pad_id)[:, None, :, None]
             layers = [layer[attention] for _, layer in sorted(sown[stack]["layers"].items())]
             return tuple(layer["weights"][0] * is_query_B1L1 for layer in layers)
 
@@ -209,7 +208,7 @@ class Transformer(nnx.Module):
         """Encode padded source token ids as ``memory_BSD``."""
         keys = as_keys(dropout_key)
         packed = segments_BS is not None
-        segments_BS = _segments(source_BS, segments_BS)
+        segments_BS = self._segments(source_BS, segments_BS)
         positions_BS = segment_positions(segments_BS)
         if self.config.language_last:
             lengths_BS = (segments_BS[:, :, None] == segments_BS[:, None]).sum(2)
@@ -224,6 +223,11 @@ class Transformer(nnx.Module):
         )
         mask_BHSS = attention_mask(segments_BS, segments_BS)
         return self.encoder(x_BSD, mask_BHSS, dropout_key=keys)
+
+    def _segments(self, tokens_BL: Array, segments_BL: Array | None) -> Array:
+        if segments_BL is not None:
+            return segments_BL
+        return (tokens_BL != self.config.pad_id).astype(jnp.int32)
 
     def _embed(
         self,
@@ -293,7 +297,8 @@ class Transformer(nnx.Module):
 
     @checked
     def decode_step(self, tokens_BW: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
-        """Run one decoding step on the last token of each hypothesis (``decoder_start`` at first).
+        """Run one decoding step on the last token of each hypothesis (at first
+        ``decoder_start_id``).
 
         Returns:
           Logits of the next token, float32 [B, W, V], and the new cache.
@@ -368,7 +373,3 @@ def with_cast_weights(model: M, weights: str = "auto") -> M:
 
 def _shift_right(x_BL: Array) -> Array:
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)))
-
-
-def _segments(tokens_BL: Array, segments_BL: Array | None) -> Array:
-    return (tokens_BL != PAD_ID).astype(jnp.int32) if segments_BL is None else segments_BL

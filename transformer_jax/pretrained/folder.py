@@ -35,6 +35,7 @@ from transformer_jax.settings.config import (
     TokenizerConfig,
     TrainingConfig,
 )
+from transformer_jax.tokenization.special_ids import SPECIAL_IDS
 from transformer_jax.tokenization.tokenizer import Languages, Tokenizer
 
 # Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
@@ -154,7 +155,7 @@ class Pretrained:
             scales = theirs.get("scale_decoder_outputs", not untied)
             fields["output_scale"] = scales and self.kind != "mt5"
         fields["softmax_bias"] = fields.get("softmax_bias", False) or -1 in self.rows.theirs
-        fields["decoder_start"] = self.rows.start
+        fields["decoder_start_id"] = SPECIAL_IDS[self.rows.start]
         fields["language_last"] = self._language_last
         tied_alone: Any = ("target" if tied else "none"), ("all" if tied else "embeddings")
         return ModelConfig(

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import Config, DecodingConfig
-from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, SPECIAL_IDS
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _NAMES = {
@@ -55,12 +54,12 @@ def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
         **{theirs: getattr(decoding, ours) for ours, (theirs, _, _) in _NAMES.items()},
         "max_length": length_limits(config)[1] + 1,  # includes BOS
         "bad_words_ids": [[token] for token in _forbidden(decoding, tokenizer)],
-        "pad_token_id": PAD_ID,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "decoder_start_token_id": SPECIAL_IDS[config.model.decoder_start],
+        "pad_token_id": config.model.pad_id,
+        "bos_token_id": tokenizer.target.bos_id,
+        "eos_token_id": config.model.eos_id,
+        "decoder_start_token_id": config.model.decoder_start_id,
         "early_stopping": decoding.patience == 1,
-        "forced_eos_token_id": EOS_ID,
+        "forced_eos_token_id": config.model.eos_id,
     }
 
 
@@ -122,4 +121,4 @@ def length_limits(config: Config) -> tuple[int, int]:
 
 
 def _forbidden(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:
-    return [PAD_ID, *tokenizer.target.suppressed_ids(decoding.suppress)]
+    return [tokenizer.target.pad_id, *tokenizer.target.suppressed_ids(decoding.suppress)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_jax import EOS_ID, PAD_ID, Ensemble, Request, Transformer, Translator, UserError
+from transformer_jax import Ensemble, ModelConfig, Request, Transformer, Translator, UserError
 from transformer_jax.errors import needs_extra
 
 if TYPE_CHECKING:
@@ -78,15 +78,14 @@ def sentence_attention(
             "an ensemble has its own attention weights."
         )
     [source] = tokenizer.source.encode([text])
-    longest = min(_LONGEST, model.config.position_limit)
-    source_1S = _padded("text", source, longest)
+    source_1S = _padded("text", source, model.config)
     if target is None:
         [[translation]] = translator.stream([text])
         found = tokenizer.target.ids(translation.tokens)
     else:
         translator.check(Request(target))
         [found] = tokenizer.target.encode([target])
-    weights = _attention_weights(model, source_1S, _padded("target", found, longest))
+    weights = _attention_weights(model, source_1S, _padded("target", found, model.config))
     encoder_NHSS, decoder_NHTT, cross_NHTS = (np.concatenate(layers) for layers in weights)
     S, T = len(source) + 1, len(found) + 1
     return SentenceAttention(
@@ -98,13 +97,14 @@ def sentence_attention(
     )
 
 
-def _padded(name: str, tokens: Sequence[int], longest: int) -> jax.Array:
+def _padded(name: str, tokens: Sequence[int], config: ModelConfig) -> jax.Array:
     """Append EOS and pad to a multiple of 64, to limit compilations. Returns int [1, L]."""
+    longest = min(_LONGEST, config.position_limit)
     length = len(tokens) + 1
     if length > longest:
         raise UserError(f"{name} has {length} tokens, EOS included; expected at most {longest}.")
-    padding = [PAD_ID] * (min(-(-length // 64) * 64, longest) - length)
-    return jnp.array([[*tokens, EOS_ID, *padding]])
+    padding = [config.pad_id] * (min(-(-length // 64) * 64, longest) - length)
+    return jnp.array([[*tokens, config.eos_id, *padding]])
 
 
 def attention_maps(

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax import PAD_ID, Bucket, Hypothesis, Sentence, Translator, UserError
+from transformer_jax import Bucket, Hypothesis, Sentence, Translator, UserError
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import needs_extra
 from transformer_jax.serving.workers import Entry, Workers
@@ -124,7 +124,8 @@ def _settings(translator: Translator, exported: dict[str, Any], folder: Path) ->
             f"{str(folder)!r}. Lower these settings, or change them in config.json and export "
             "again."
         )
-    suppressed = *translator.tokenizer.target.tokens([PAD_ID]), *config.suppress
+    target = translator.tokenizer.target
+    suppressed = [*target.tokens([target.pad_id]), *config.suppress]
     changed = {
         "beam_size": config.beam_size,
         "length_penalty": config.length_penalty,

@@ -111,8 +111,12 @@ class ModelConfig(Section, prefix="model."):
     """Divide the decoder's output by sqrt(d_model), as T5 1.0 does before its tied softmax."""
     softmax_bias: bool = False
     """Add a bias to the logits (Marian does)."""
-    decoder_start: Literal["bos", "eos", "pad", "unk"] = "bos"
-    """Special token that is the decoder's first input. EOS in fairseq's models, PAD in T5."""
+    pad_id: Count = 0
+    """Token id of padding. Training sets it, eos_id and decoder_start_id from the tokenizer."""
+    eos_id: Count = 2
+    """Token id of EOS, which ends each source and each target."""
+    decoder_start_id: Count = 1
+    """Token id of the decoder's first input: BOS, or EOS in fairseq's models, or PAD in T5."""
     language_last: bool = False
     """The first source token, a language, has the position after EOS (mBART's first version)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -143,6 +147,18 @@ class ModelConfig(Section, prefix="model."):
             "tie_embeddings",
             self.source_vocab_size is None or not self.shares_embeddings,
             "'target' or 'none' when source and target have separate vocabularies",
+        )
+        smallest = min(self.vocab_size, self.source_vocab_size or self.vocab_size)
+        yield "pad_id", self.pad_id < smallest, f"an id below the vocabulary's size, {smallest}"
+        yield (
+            "eos_id",
+            self.eos_id < smallest and self.eos_id != self.pad_id,
+            f"an id below the vocabulary's size, {smallest}, other than model.pad_id",
+        )
+        yield (
+            "decoder_start_id",
+            self.decoder_start_id < self.vocab_size,
+            f"an id below model.vocab_size, {self.vocab_size}",
         )
         relative, half = self.positions == "relative", self.relative_buckets // 2
         layer, layers = self.alignment_layer or 0, self.decoder_layers

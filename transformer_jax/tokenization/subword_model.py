@@ -52,6 +52,10 @@ class SubwordModel:
         self.model, self.first, self.languages = model, first, languages
         self.tagged = tagged
         self._foreign = bool(vocabulary)
+        self.pad_id = PAD_ID
+        self.bos_id = BOS_ID
+        self.eos_id = EOS_ID
+        self.unk_id = UNK_ID
         self._processor: Any
         if model.startswith(b"{"):
             self._processor, symbols, self._ends_words = RustTokenizer(model), [], False

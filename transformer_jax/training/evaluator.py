@@ -45,7 +45,7 @@ class Evaluator:
             rows, longest = config.batch.row_multiple, int(dev.lengths().max())
             tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
             batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
-            self._dev = BatchPlan(dev, batch, seed=0)
+            self._dev = BatchPlan(dev, batch, seed=0, pad_id=config.model.pad_id)
         self._translator: Translator | None = None
         if any(run.pairs.values()):
             rows = -(-config.decoding.batch_size // jax.process_count())

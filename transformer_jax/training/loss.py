@@ -19,8 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
 from transformer_jax.model.matmul import einsum
-from transformer_jax.settings.checks import Fraction, checked
-from transformer_jax.tokenization.special_ids import PAD_ID
+from transformer_jax.settings.checks import Count, Fraction, checked
 
 
 class LossSums(NamedTuple):
@@ -51,8 +50,13 @@ class TwoPasses(NamedTuple):
         return (2, 0), (2 * self.alpha, 0)
 
 
+MAX_LOGITS: int | None = None
+"""Approximate number of logits per chunk on each device; None: the backend's default."""
+
+
 class _Settings(NamedTuple):
     label_smoothing: float
+    pad_id: int
     max_logits: int | None
     logits_dtype: jnp.dtype
     mesh: Mesh | None
@@ -78,7 +82,7 @@ def smoothed_cross_entropy(
     target_BT: Array,
     *,
     label_smoothing: Fraction = 0.1,
-    max_logits: int | None = None,
+    pad_id: Count = 0,
     bias_V: Array | None = None,
     mesh: Mesh | None = None,
     passes: TwoPasses | None = None,
@@ -95,9 +99,8 @@ def smoothed_cross_entropy(
     Args:
       hidden_BTD: decoder output; matmuls use its data type.
       matrix_VD: softmax weights, float32.
-      target_BT: token ids to predict; positions with PAD_ID are ignored.
-      max_logits: approximate number of logits per chunk on each device. None: the backend's
-        default.
+      target_BT: token ids to predict; positions with ``pad_id`` are ignored.
+      pad_id: token id of padding (``ModelConfig.pad_id``).
       bias_V: optional softmax biases, float32.
       mesh: device mesh that shards the rows B along ``data`` and ``fsdp``; B must be divisible by
         the number of shards. Loss sums and gradients of matrix and bias are summed over these
@@ -112,7 +115,7 @@ def smoothed_cross_entropy(
     """
     backend = jax.default_backend()
     dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
-    settings = _Settings(label_smoothing, max_logits, dtype, mesh, passes, backend)
+    settings = _Settings(label_smoothing, pad_id, MAX_LOGITS, dtype, mesh, passes, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
@@ -195,11 +198,11 @@ def _on_device(settings: _Settings, target_BT: Array, inputs: _Inputs) -> tuple[
     mean_D = settings.over_vocab(jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
     bias_mean = None if bias_V is None else settings.over_vocab(jax.lax.pmean, bias_V.mean())
 
-    def in_chunks(x: Array) -> Array:
+    def in_chunks(x: Array, padding: int) -> Array:
         rest = x.shape[2:]
         by_pass = x.reshape(-1, passes, time, *rest).swapaxes(0, 1).reshape(passes, count, *rest)
-        # PAD_ID is 0
-        padded = jnp.pad(by_pass, [(0, 0), (0, -count % length)] + [(0, 0)] * len(rest))
+        widths = [(0, 0), (0, -count % length)] + [(0, 0)] * len(rest)
+        padded = jnp.pad(by_pass, widths, constant_values=padding)
         chunks = padded.reshape(passes, -1, length, *rest).swapaxes(0, 1)
         return chunks.reshape(-1, passes * length, *rest)
 
@@ -224,8 +227,9 @@ def _on_device(settings: _Settings, target_BT: Array, inputs: _Inputs) -> tuple[
         LossSums(*np.zeros(4, np.float32)),
         *jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (matrix_VD, bias_V)),
     )
-    hidden_CLD, from_chunks = jax.vjp(in_chunks, hidden_BTD)
-    carry, d_hidden_CLD = jax.lax.scan(one_chunk, start, (hidden_CLD, in_chunks(target_BT)))
+    hidden_CLD, from_chunks = jax.vjp(partial(in_chunks, padding=0), hidden_BTD)
+    target_CL = in_chunks(target_BT, settings.pad_id)
+    carry, d_hidden_CLD = jax.lax.scan(one_chunk, start, (hidden_CLD, target_CL))
     sums, d_matrix_VD, d_bias_V = carry
     [d_hidden_BTD] = settings.over_vocab(jax.lax.psum, from_chunks(d_hidden_CLD))
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
@@ -258,7 +262,7 @@ def _from_logits(
     vocab_size = shard_size * settings.vocab_shards
     # The loss of an id outside the vocabulary is NaN; indices below 0 would count from the end.
     target_L = jnp.where(target_L < 0, jnp.int32(vocab_size), target_L)
-    real_L = (target_L != PAD_ID).astype(jnp.float32)
+    real_L = (target_L != settings.pad_id).astype(jnp.float32)
     top_L, log_total_L, probs_LV = _softmax(settings, logits_LV)
     column_L = target_L
     if settings.vocab_shards > 1:

@@ -217,11 +217,13 @@ def open_run(
             config.model,
             vocab_size=tokenizer.target.vocab_size,
             source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
+            pad_id=tokenizer.target.pad_id,
+            eos_id=tokenizer.target.eos_id,
             dtype=_dtype(run_dir, config.model, newest),
         )
         config = dataclasses.replace(config, model=model)
         mix = Mix(train, config.data.train) if len((train := corpora["train"]).sizes) > 1 else train
-        plan = BatchPlan(mix, config.batch, seed=config.seed)
+        plan = BatchPlan(mix, config.batch, seed=config.seed, pad_id=model.pad_id)
         _warn_without_effect(config, aligned=plan.aligned)
     leaves = jax.tree.leaves(start and start[0])
     checksum = functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), leaves, 0)

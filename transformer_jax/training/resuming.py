@@ -11,8 +11,10 @@ from transformer_jax.settings.config_files import flatten
 
 # Name prefixes of settings that do not affect the result of a training step.
 _FREE_ON_RESUME = (
-    "model.vocab_size",  # both are determined by the tokenizer
+    "model.vocab_size",  # these are determined by the tokenizer
     "model.source_vocab_size",
+    "model.pad_id",
+    "model.eos_id",
     "mesh.",
     "decoding.",
     "data.root",

@@ -28,7 +28,6 @@ from transformer_jax.model.dropout import keep_mask
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
-from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 from transformer_jax.training.loss import (
     LossSums,
     TwoPasses,
@@ -255,7 +254,7 @@ def train_step(
     )
     return state, StepMetrics(
         sums=sums,
-        source_tokens=(batch.source_BS != PAD_ID).sum().astype(jnp.float32),
+        source_tokens=(batch.source_BS != config.model.pad_id).sum().astype(jnp.float32),
         gradient_norm=norm,
         learning_rate=schedule(state.step - 1 - state.bad_steps),
         bad_steps=state.bad_steps,
@@ -283,8 +282,9 @@ def loss_and_sums(
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
     if dropout_key is not None and passes and passes.method == "simcut":
         dropout_key, source_key, target_key = jax.random.split(dropout_key, 3)
-        cut_BS = cut_tokens(batch.source_BS, config.simcut_rate, source_key)
-        cut_BT = cut_tokens(batch.target_BT, config.simcut_rate, target_key)
+        special = (config.model.pad_id, config.model.eos_id)
+        cut_BS = cut_tokens(batch.source_BS, config.simcut_rate, source_key, special)
+        cut_BT = cut_tokens(batch.target_BT, config.simcut_rate, target_key, special)
     # A tied matrix is used twice. With this constraint, each device adds the gradients of both uses
     # before XLA sums over devices. Otherwise, XLA would sum each gradient over devices separately.
     model = nnx.merge(graph, unshard_embeddings(parameters, mesh))
@@ -304,6 +304,7 @@ def loss_and_sums(
         nnx.merge(graph, parameters).output_matrix_VD,
         batch.target_BT,
         label_smoothing=config.label_smoothing,
+        pad_id=config.model.pad_id,
         bias_V=model.output_bias_V,
         mesh=mesh,
         passes=passes,
@@ -316,13 +317,15 @@ def loss_and_sums(
     return sums.loss, sums
 
 
-def cut_tokens(tokens_BL: Array, rate: float, key: Array) -> Array:
+def cut_tokens(tokens_BL: Array, rate: float, key: Array, special: tuple[int, int]) -> Array:
     """Choose the tokens to cut in the second pass of SimCut, which is in every second row.
 
-    Chooses each token with this probability, but not EOS and padding. Returns bool [B, L].
+    Chooses each token with this probability, but not PAD and EOS, whose ids are ``special``.
+    Returns bool [B, L].
     """
     second_B1 = (jnp.arange(len(tokens_BL)) % 2 == 1)[:, None]
-    is_word_BL = (tokens_BL != PAD_ID) & (tokens_BL != EOS_ID)
+    pad_id, eos_id = special
+    is_word_BL = (tokens_BL != pad_id) & (tokens_BL != eos_id)
     return ~keep_mask(tokens_BL.shape, rate, key) & is_word_BL & second_B1
 
 

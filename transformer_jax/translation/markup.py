@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.errors import short_repr
-from transformer_jax.tokenization.special_ids import UNK_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_words
 from transformer_jax.translation.alignment import Alignment
@@ -370,7 +369,8 @@ class Document:
         self._tokenizer, self.pieces = tokenizer, list[str | Line]()
 
         def known(shown: str) -> bool:
-            return UNK_ID not in tokenizer.source.encode([shown], first=())[0]
+            [ids] = tokenizer.source.encode([shown], first=())
+            return tokenizer.source.unk_id not in ids
 
         is_html = format == "html"
         protect = *protect, *[_OWN_ENTITY][is_html:]

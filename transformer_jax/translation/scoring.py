@@ -23,7 +23,6 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import DecodingConfig
-from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.alignment import alignment
 from transformer_jax.translation.loading import check_vocabulary
@@ -65,6 +64,7 @@ class Scorer:
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
         self.longest = min(_LONGEST, model.config.position_limit)
+        self._config = model.config
         models = model.models if isinstance(model, Ensemble) else [model]
         self._layers = min(each.config.decoder_layers for each in models)
         self._graph, parameters = nnx.split(model, nnx.Param)
@@ -187,10 +187,10 @@ class Scorer:
             rows = self.config.batch_size * _FULL_LENGTH // max(length, _FULL_LENGTH)
             rows = max(1, rows // len(self._parameters))
             for batch in blocks(same, rows):
-                sides_2BL = np.full((2, rows, length), PAD_ID, np.int32)
+                sides_2BL = np.full((2, rows, length), self._config.pad_id, np.int32)
                 for row, i in enumerate(batch):
                     for side_BL, tokens in zip(sides_2BL, pairs[i]):
-                        side_BL[row, : len(tokens) + 1] = [*tokens, EOS_ID]
+                        side_BL[row, : len(tokens) + 1] = [*tokens, self._config.eos_id]
                 parameters = self._parameters[len(running) % len(self._parameters)]
                 running.append((batch, run(parameters, *sides_2BL)))
         found: list[np.ndarray | None] = [None] * len(pairs)

@@ -22,7 +22,6 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.pretrained.loading import pretrained_workdir
 from transformer_jax.settings.config import DecodingConfig
-from transformer_jax.tokenization.special_ids import UNK_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.glossary import Found, Glossary, unmet
 from transformer_jax.translation.loading import check_vocabulary, load_models
@@ -70,7 +69,7 @@ class Translator:
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
         suppress = tuple(tokenizer.target.suppressed_ids(self.config.suppress))
-        self._forbidden = {UNK_ID, *suppress}
+        self._forbidden = {tokenizer.target.unk_id, *suppress}
         self._glossary = self.tokenized(glossary or {}, "The glossary")
         self._devices = devices
         self._longest_prefix = self.config.longest_target(1, model.config.position_limit) - 1
@@ -315,7 +314,7 @@ class Translator:
             return first
         [prefix] = self.tokenizer.target.encode([request.prefix], first=())
         said = f"{request.name}: prefix {short_repr(request.prefix)}"
-        if UNK_ID in prefix:
+        if self.tokenizer.target.unk_id in prefix:
             tokens = short_repr(" ".join(self.tokenizer.target.tokens(prefix)))
             raise UserError(f"{said} has tokens outside the vocabulary ({tokens}); remove them.")
         if len(prefix) > self._longest_prefix:
