@@ -29,6 +29,10 @@ _INT8_MAX = 127
 # rearranging the second matrix.
 _FEW_ROWS = 32
 
+# From jaxlib 0.11 on, XLA multiplies few rows of bfloat16 fast without exchanging the matrices. If
+# they are exchanged, it sums in an order that depends on the number of rows.
+_EXCHANGES_BFLOAT16 = jax.__version_info__ < (0, 11)
+
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
     """Return the data type of matmuls. ``auto`` chooses it by JAX's default device.
@@ -151,9 +155,10 @@ def _multiply(a_MK: Array, b: Array, b_axis: int, result: DTypeLike) -> Array:
     If ``b`` is output-major (``b_axis`` is 1), a row's bits do not depend on the number of rows.
     """
     rows = len(a_MK)
+    exchanges = b_axis == 1 and (_EXCHANGES_BFLOAT16 or a_MK.dtype == jnp.int8)
     if rows == 1:  # XLA has no fast kernels for vectors, and others would round differently
         a_MK = jnp.pad(a_MK, ((0, 1), (0, 0)))
-    if rows <= _FEW_ROWS and b_axis == 1:
+    if exchanges and rows <= _FEW_ROWS:
         out_NM = jax.lax.dot_general(b, a_MK, (((1,), (1,)), ((), ())), None, result)
         # Without a barrier, XLA would exchange the operands again.
         out_MN = with_layout_constraint(jax.lax.optimization_barrier(out_NM).T, Layout((0, 1)))
