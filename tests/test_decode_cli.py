@@ -20,7 +20,6 @@ import pytest
 from flax import nnx
 from random_models import write_run
 
-from transformer_jax.decoding import ensemble
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import (
@@ -34,6 +33,7 @@ from transformer_jax.settings.config import (
 from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation import __main__ as program
+from transformer_jax.translation import loading
 from transformer_jax.translation.program import Files, ScoringFlags, checked_flags
 from transformer_jax.translation.records import Results
 from transformer_jax.translation.translator import Translator
@@ -69,7 +69,7 @@ def workdir(tmp_path_factory):
 def _built_once():
     """Load models once for equal flags."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ensemble, "load_models", functools.cache(ensemble.load_models))
+        patch.setattr(loading, "load_models", functools.cache(loading.load_models))
         yield
 
 
