@@ -20,6 +20,7 @@ import pytest
 from runs import ONE, changed, entries, tiny
 
 from transformer_jax.errors import UserError
+from transformer_jax.settings.changes import differences_on_resume
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import flatten
 from transformer_jax.storage import files as storage
@@ -31,7 +32,6 @@ from transformer_jax.training.flops import training_flops
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.prepare import prepare
 from transformer_jax.training.reporting import Reporter
-from transformer_jax.training.resuming import differences_on_resume
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.workdir import Workdir
 

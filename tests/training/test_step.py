@@ -32,7 +32,7 @@ from transformer_jax.settings.config import (
 from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 from transformer_jax.training import step as step_module
 from transformer_jax.training.loss import LossSums
-from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from transformer_jax.training.optimizer import DECAYS, learning_rate_schedule, make_optimizer
 from transformer_jax.training.step import (
     StepConfig,
     StepFunctions,
@@ -506,6 +506,23 @@ def test_other_decays_end_at_the_last_step(decay: str, at_half: float, at_end: f
     if decay != "constant":
         with pytest.raises(AssertionError, match=f"{decay} decay needs steps"):
             learning_rate_schedule(config, 512)
+
+
+def test_a_new_schedule_gets_its_formula_and_one_line_in_the_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rates reach the training step, without a change in other places."""
+    monkeypatch.setitem(
+        DECAYS, "one_minus_sqrt", lambda step, warmup, progress: 1 - jnp.sqrt(progress)
+    )
+    optimizer = OptimizerConfig(warmup_steps=1, peak_learning_rate=0.01)
+    object.__setattr__(optimizer, "decay", "one_minus_sqrt")
+    run = step_functions(dataclasses.replace(CONFIG, optimizer=optimizer))
+    state = run.init()
+    for step in range(3):
+        state, metrics = run.train_step(state, batch())
+        expected = 0.01 * (1 - np.sqrt(step / CONFIG.training.steps))
+        np.testing.assert_allclose(metrics.learning_rate, expected, rtol=1e-4)
 
 
 def test_the_moving_average_starts_with_a_low_decay() -> None:

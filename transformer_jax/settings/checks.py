@@ -9,22 +9,33 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from transformer_jax.errors import UserError, short_repr
 
-# The type of a field gives its range, as a predicate, and the expectation for its error message.
-Positive = Annotated[int, lambda n: 1 <= n < 2**31, "a positive number below 2^31"]
+
+class Range(NamedTuple):
+    """Allowed values of a number, as a mark in its type: ``Annotated[int, Range(...)]``."""
+
+    contains: Callable[[Any], bool]
+    expectation: str  # for the error message
+
+    def __repr__(self) -> str:  # in tyro's messages
+        return self.expectation
+
+
+Positive = Annotated[int, Range(lambda n: 1 <= n < 2**31, "a positive number below 2^31")]
 # Larger values have no use and would run for hours or exhaust the memory without a message.
-Few = Annotated[int, lambda n: 1 <= n <= 512, "a positive number up to 512"]
-Size = Annotated[int, lambda n: 1 <= n <= 2**16, "a number from 1 to 65,536"]
-Count = Annotated[int, lambda n: 0 <= n < 2**31, "a number from 0 to 2^31 - 1"]
-PositiveFloat = Annotated[float, lambda x: x > 0, "a positive number"]
-NonNegative = Annotated[float, lambda x: x >= 0, "0 or more"]
-Fraction = Annotated[float, lambda x: 0 <= x < 1, "a value in [0, 1)"]
-PositiveFraction = Annotated[float, lambda x: 0 < x <= 1, "a value in (0, 1]"]
-Coverage = Annotated[float, lambda x: 0.98 <= x <= 1, "a value in [0.98, 1]"]  # SentencePiece's
-LineLength = Annotated[int, lambda n: 3 <= n <= 2**16, "a number from 3 to 65,536"]
+Few = Annotated[int, Range(lambda n: 1 <= n <= 512, "a positive number up to 512")]
+Size = Annotated[int, Range(lambda n: 1 <= n <= 2**16, "a number from 1 to 65,536")]
+Count = Annotated[int, Range(lambda n: 0 <= n < 2**31, "a number from 0 to 2^31 - 1")]
+PositiveFloat = Annotated[float, Range(lambda x: x > 0, "a positive number")]
+NonNegative = Annotated[float, Range(lambda x: x >= 0, "0 or more")]
+Fraction = Annotated[float, Range(lambda x: 0 <= x < 1, "a value in [0, 1)")]
+PositiveFraction = Annotated[float, Range(lambda x: 0 < x <= 1, "a value in (0, 1]")]
+# of characters, in SentencePiece
+Coverage = Annotated[float, Range(lambda x: 0.98 <= x <= 1, "a value in [0.98, 1]")]
+LineLength = Annotated[int, Range(lambda n: 3 <= n <= 2**16, "a number from 3 to 65,536")]
 
 # Dtypes of arrays by name. Segment ids can also be bool.
 _DTYPES = {"mask": "bool", "source|target|tokens|segments|positions": "integer"}
@@ -109,8 +120,11 @@ def _expected(value: Any, allowed: Any) -> str | None:
     if allowed is Any:
         return None
     if origin is Annotated:
-        kind, is_valid, words = arguments
-        return _expected(value, kind) or (None if is_valid(value) else words)
+        kind, *marks = arguments
+        if expected := _expected(value, kind):
+            return expected
+        ranges = [mark for mark in marks if isinstance(mark, Range)]  # others: see roles.py
+        return next((x.expectation for x in ranges if not x.contains(value)), None)
     if origin in (typing.Union, types.UnionType):
         problems = [_expected(value, each) for each in arguments]
         return None if None in problems else " or ".join(map(str, problems))
@@ -120,7 +134,8 @@ def _expected(value: Any, allowed: Any) -> str | None:
         return None if value in arguments else words
     if origin is tuple:
         fits = isinstance(value, tuple) and not any(_expected(v, arguments[0]) for v in value)
-        words = [arguments[0].__name__, *typing.get_args(arguments[0])][-1]
+        item, *marks = typing.get_args(arguments[0]) or arguments
+        words = marks[0].expectation if isinstance(marks[0], Range) else item.__name__
         return None if fits else f"a tuple with each item {words}"
     if allowed is float and type(value) in (int, float):
         return None if abs(value) <= 1e38 else "a finite number (float32)"

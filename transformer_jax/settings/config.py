@@ -1,7 +1,9 @@
 """All settings: frozen dataclasses whose fields declare their defaults and allowed values.
 
 The docstring under a field is its ``--help`` text. The defaults are the paper's base model; every
-deviation from the paper is a named field. ``config_files.py`` reads and writes config files.
+deviation from the paper is a named field. A field's type has two marks: the range of its values
+(``checks.py``), and its role when a run resumes (``roles.py``). ``config_files.py`` reads and
+writes config files.
 """
 
 from __future__ import annotations
@@ -26,108 +28,112 @@ from transformer_jax.settings.checks import (
     Section,
     Size,
 )
+from transformer_jax.settings.roles import Changeable, Fixed, FixedOnResume, Free, PerProcess
+
+Normalization = Literal["nmt_nfkc", "nmt_nfkc_cf", "nfkc", "nfkc_cf", "identity"]
+BleuTokenizer = Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"]
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section, prefix="model."):
     """Architecture of the Transformer (paper sections 3 and 6.2; symbols as in Table 3)."""
 
-    vocab_size: Positive = 37_000
+    vocab_size: Free[Positive] = 37_000
     """Size V of the target vocabulary, or of the shared vocabulary. Training sets it from the
     tokenizer; use tokenizer.vocab_size instead."""
-    source_vocab_size: Positive | None = None
+    source_vocab_size: Free[Positive | None] = None
     """Size of the source vocabulary if it is separate; None: one shared vocabulary. Training sets
     it from the tokenizer."""
-    d_model: Size = 512
+    d_model: Fixed[Size] = 512
     """Width of embeddings and sub-layer outputs."""
-    d_ff: Size = 2048
+    d_ff: Fixed[Size] = 2048
     """Inner width of the feed-forward layers."""
-    num_heads: Size = 8
+    num_heads: Fixed[Size] = 8
     """Number of attention heads h."""
-    d_k: Positive | None = None
+    d_k: Fixed[Positive | None] = None
     """Width of queries and keys per head; None: d_model / num_heads."""
-    d_v: Positive | None = None
+    d_v: Fixed[Positive | None] = None
     """Width of values per head; None: d_model / num_heads."""
-    num_layers: Few = 6
+    num_layers: Fixed[Few] = 6
     """Number of layers N in the encoder and in the decoder."""
-    num_decoder_layers: Few | None = None
+    num_decoder_layers: Fixed[Few | None] = None
     """Number of decoder layers if different from the encoder; None: num_layers."""
-    dropout: Fraction = 0.1
+    dropout: Changeable[Fraction] = 0.1
     """Dropout on embeddings and sub-layer outputs (section 5.4)."""
-    attention_dropout: Fraction = 0.0
+    attention_dropout: Changeable[Fraction] = 0.0
     """Dropout on attention weights (not in the paper, but in tensor2tensor and fairseq)."""
-    feed_forward_dropout: Fraction = 0.0
+    feed_forward_dropout: Changeable[Fraction] = 0.0
     """Dropout after the activation of the feed-forward layer (not in the paper)."""
-    norm: Literal["post", "pre"] = "post"
+    norm: Fixed[Literal["post", "pre"]] = "post"
     """Layer norm after each residual connection (post, as in the paper) or before each sub-layer
     (pre)."""
-    final_norm: bool | None = None
+    final_norm: Fixed[bool | None] = None
     """Add a final norm to the encoder and to the decoder; None: only if model.norm is pre.
     PyTorch's nn.Transformer always has both."""
-    norm_type: Literal["layer", "rms"] = "layer"
+    norm_type: Fixed[Literal["layer", "rms"]] = "layer"
     """Layer norm or RMS norm. RMS norm does not subtract the mean and has no bias."""
-    norm_epsilon: PositiveFloat = 1e-6
+    norm_epsilon: Fixed[PositiveFloat] = 1e-6
     """Epsilon added to the variance in each norm. PyTorch and most imported models use 1e-5."""
-    norm_bias: bool = True
+    norm_bias: Fixed[bool] = True
     """Add a bias to each layer norm."""
-    attention_bias: bool = False
+    attention_bias: Fixed[bool] = False
     """Add biases to the four attention projections (fairseq, Marian and BERT do)."""
-    feed_forward_bias: bool = True
+    feed_forward_bias: Fixed[bool] = True
     """Add biases to the feed-forward layers (equation 2)."""
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"] = "relu"
+    activation: Fixed[Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"]] = "relu"
     """Activation of the feed-forward layers. gelu is exact (erf); gelu_tanh approximates it. swiglu
     (SiLU) and geglu (gelu_tanh, as in T5 1.1) add a third matrix, the gate; reduce d_ff by a third
     to keep the same number of parameters."""
-    positions: Literal["interleaved", "tensor2tensor", "learned", "relative"] = "interleaved"
+    positions: Fixed[Literal["interleaved", "tensor2tensor", "learned", "relative"]] = "interleaved"
     """Sinusoids with sine and cosine interleaved (the paper); sinusoids as in tensor2tensor and
     fairseq (all sines first, slightly different wavelengths); learned embeddings (Table 3, row E);
     or no embeddings but a relative position bias in self-attention, as in T5."""
-    max_positions: Positive = 1024
+    max_positions: Fixed[Positive] = 1024
     """Number of learned positions. Other positions have no limit."""
-    position_offset: Literal[0] | Size = 0
+    position_offset: Fixed[Literal[0] | Size] = 0
     """Position of the first token in the table of sinusoids or learned positions (2 in fairseq)."""
-    relative_buckets: Few = 32
+    relative_buckets: Fixed[Few] = 32
     """relative: number of distance buckets, each with one bias per head."""
-    relative_distance: Size = 128
+    relative_distance: Fixed[Size] = 128
     """relative: distances from this value on share one bucket."""
-    relative_bias: Literal["shared", "layer"] = "shared"
+    relative_bias: Fixed[Literal["shared", "layer"]] = "shared"
     """relative: one bias for all layers of the encoder and one for the decoder (T5), or one for
     each layer (UMT5)."""
-    attention_scale: bool = True
+    attention_scale: Fixed[bool] = True
     """Divide the dot products of queries and keys by sqrt(d_k) (equation 1). T5 does not."""
-    embedding_scale: Literal["all", "tokens", "none"] = "all"
+    embedding_scale: Fixed[Literal["all", "tokens", "none"]] = "all"
     """Embeddings to multiply by sqrt(d_model): tokens and learned positions, only tokens (section
     3.4; mBART), or none (BART, T5)."""
-    embedding_norm: bool = False
+    embedding_norm: Fixed[bool] = False
     """Normalize the sum of token and position embeddings (BART)."""
-    share_positions: bool = True
+    share_positions: Fixed[bool] = True
     """If source and target share token embeddings, also share learned positions and the embedding
     norm. False in BART."""
-    tie_embeddings: Literal["all", "embeddings", "target", "none"] = "all"
+    tie_embeddings: Fixed[Literal["all", "embeddings", "target", "none"]] = "all"
     """Weight tying. all: one matrix for source embedding, target embedding and softmax (the paper).
     embeddings: one matrix for both embeddings. target: one matrix for target embedding and softmax.
     none: separate matrices."""
-    output_scale: bool = False
+    output_scale: Fixed[bool] = False
     """Divide the decoder's output by sqrt(d_model), as T5 1.0 does before its tied softmax."""
-    softmax_bias: bool = False
+    softmax_bias: Fixed[bool] = False
     """Add a bias to the logits (Marian does)."""
-    pad_id: Count = 0
-    """Token id of padding. Training sets it, eos_id and decoder_start_id from the tokenizer."""
-    eos_id: Count = 2
+    pad_id: Free[Count] = 0
+    """Token id of padding. Training sets it and eos_id from the tokenizer."""
+    eos_id: Free[Count] = 2
     """Token id of EOS, which ends each source and each target."""
-    decoder_start_id: Count = 1
+    decoder_start_id: Fixed[Count] = 1
     """Token id of the decoder's first input: BOS, or EOS in fairseq's models, or PAD in T5."""
-    language_last: bool = False
+    language_last: Fixed[bool] = False
     """The first source token, a language, has the position after EOS (mBART's first version)."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Changeable[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Dtype of matmuls and, on GPU and TPU, of activations between layers (mixed precision). auto:
     bfloat16 on GPU, TPU and CPUs with avx512_bf16, float32 on other CPUs. Parameters, softmax,
     norm statistics and the loss are always float32."""
-    alignment_layer: int | None = None
+    alignment_layer: Changeable[int | None] = None
     """Decoder layer whose first cross-attention head gives word alignments, and learns them with
     training.guided_alignment: 0 is the first layer, -1 the last. None: the mean over all heads of
     the last layer."""
-    remat: bool = False
+    remat: Changeable[bool] = False
     """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
     memory at the cost of about a third more computation."""
 
@@ -220,45 +226,45 @@ class ModelConfig(Section, prefix="model."):
 class TokenizerConfig(Section, prefix="tokenizer."):
     """SentencePiece tokenizer and its training."""
 
-    vocab_size: Positive = 37_000
+    vocab_size: Fixed[Positive] = 37_000
     """Number of tokens per vocabulary, including the four special tokens."""
-    algorithm: Literal["bpe", "unigram"] = "bpe"
+    algorithm: Fixed[Literal["bpe", "unigram"]] = "bpe"
     """Byte-pair encoding (the paper) or a unigram language model."""
-    joint: bool = True
+    joint: Fixed[bool] = True
     """Share one vocabulary between both languages (the paper) instead of learning one for each."""
-    character_coverage: Coverage = 1.0
+    character_coverage: Fixed[Coverage] = 1.0
     """Fraction of the characters in the text that the vocabulary covers. The rarest characters
     become unknown tokens (or bytes)."""
-    byte_fallback: bool = False
+    byte_fallback: Fixed[bool] = False
     """Encode unknown characters as UTF-8 bytes, so no token is unknown."""
-    normalization: Literal["nmt_nfkc", "nmt_nfkc_cf", "nfkc", "nfkc_cf", "identity"] = "nmt_nfkc"
+    normalization: Fixed[Normalization] = "nmt_nfkc"
     """Unicode normalization before segmentation. The _cf variants also fold case; identity leaves
     the text unchanged. The nmt_ variants turn the zero-width non-joiner into a space; Persian needs
     it, so use nfkc."""
-    source_language: str = ""
+    source_language: FixedOnResume[str] = ""
     """Fine-tuning of a many-to-many model (training.start_from): language code of the source; '':
     that of the model."""
-    target_language: str = ""
+    target_language: FixedOnResume[str] = ""
     """Fine-tuning of a many-to-many model: language code of the target; '': that of the model."""
-    user_defined_symbols: tuple[str, ...] = ()
+    user_defined_symbols: FixedOnResume[tuple[str, ...]] = ()
     """Tokens that are never split, such as tags (<2de>) or placeholders. They do not have to occur
     in the training text. If a long line is translated in segments, each segment repeats the symbols
     at the start of the line. Symbols missing from an existing vocabulary (tokenizer.model,
     training.start_from) are added to it."""
-    max_training_sentences: Positive = 5_000_000
+    max_training_sentences: Fixed[Positive] = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
-    sampling: Fraction = 0.0
+    sampling: FixedOnResume[Fraction] = 0.0
     """BPE-dropout (Provilkov et al., 2020): probability of dropping a merge (usually 0.1); 0: off.
     Requires the bpe algorithm."""
-    sampled_epochs: Few = 8
+    sampled_epochs: FixedOnResume[Few] = 8
     """With sampling: number of copies of each training pair in the corpus, each in a newly drawn
     segmentation. An epoch contains all of them."""
-    model: str = ""
+    model: Fixed[str] = ""
     """Existing SentencePiece model to use instead of training one (if not joint: the source model).
     Its tokens 0 to 3 must be PAD, BOS, EOS and UNK. Its size, algorithm and normalization are
     fixed; of the other tokenizer settings, only user_defined_symbols, sampling and sampled_epochs
     apply."""
-    target_model: str = ""
+    target_model: Fixed[str] = ""
     """If not joint: existing SentencePiece model for the target language; requires tokenizer.model
     for the source language."""
 
@@ -281,41 +287,41 @@ class TokenizerConfig(Section, prefix="tokenizer."):
 class PairsConfig(Section):
     """One dataset of sentence pairs."""
 
-    kind: Literal["text", "tsv", "jsonl", "parquet", "tfds", "none"] = "text"
+    kind: Fixed[Literal["text", "tsv", "jsonl", "parquet", "tfds", "none"]] = "text"
     """text: two parallel files. tsv: files of two or more columns, separated by tabs, without
     quoting. jsonl: one JSON object per line. parquet: Parquet files, as Hugging Face datasets have.
     tfds: a dataset from TensorFlow Datasets. none: no data. Files ending in .gz are decompressed as
     they are read."""
-    source: tuple[str, ...] = ()
+    source: Free[tuple[str, ...]] = ()
     """text: source-language files. tsv, jsonl, parquet: files with both sides. tfds: one dataset
     name, such as wmt14_translate/de-en. A file name can be a URL or a glob, such as train-*.en.gz
     or s3://bucket/train-*.en.gz. A glob expands to all matching files in sorted order; so does a
     folder of Parquet files. A file listed twice is read twice."""
-    target: tuple[str, ...] = ()
+    target: Free[tuple[str, ...]] = ()
     """text: target-language files, in the same order as the source files. For each glob in source,
     target needs a glob that matches the same number of files."""
-    source_field: str = ""
+    source_field: Free[str] = ""
     """Field with the source text (for example en). jsonl, parquet, tfds: name of a field or column,
     at the top level or inside the field translation. tsv: number of a column, counted from 1; '':
     1."""
-    target_field: str = ""
+    target_field: Free[str] = ""
     """Field with the target text (for example de), as for source_field. tsv: '' means 2."""
-    split: str = "train"
+    split: Fixed[str] = "train"
     """tfds: split name."""
-    limit: Positive | None = None
+    limit: Fixed[Positive | None] = None
     """Use only this many pairs, from the start; None: all. With tags, weights or temperature: of
     each item of source."""
-    tags: tuple[str, ...] = ()
+    tags: Fixed[tuple[str, ...]] = ()
     """Tag in front of each source line, such as <2de>: one for each item of source ('': no tag).
     Tags must be symbols of the tokenizer (tokenizer.user_defined_symbols)."""
-    alignments: tuple[str, ...] = ()
+    alignments: Free[tuple[str, ...]] = ()
     """Training, text: files with the word alignments of each pair, one for each item of source, in
     Pharaoh format: a line such as 0-0 1-2 links words of the source and the target line. Words are
     separated by white space and counted from 0."""
-    weights: tuple[PositiveFloat, ...] = ()
+    weights: Changeable[tuple[PositiveFloat, ...]] = ()
     """Training: mix of corpora, one weight for each item of source. The pairs of an item are this
     share, relative to the sum of the weights, of the pairs in every epoch."""
-    temperature: float = 1.0
+    temperature: Changeable[float] = 1.0
     """Training, without weights: the weight of each item of source is its number of pairs to the
     power of 1 / temperature. 1: the corpora as they are; larger values raise the share of small
     corpora (5 is typical)."""
@@ -383,21 +389,21 @@ class PairsConfig(Section):
 class DataConfig(Section, prefix="data."):
     """Datasets of sentence pairs, and their tokenization into a corpus."""
 
-    root: str = ""
+    root: PerProcess[str] = ""
     """Base folder or URL for relative file names in train, dev and test; '': the current folder."""
     train: PairsConfig = PairsConfig()
     """Training set."""
-    dev: PairsConfig = PairsConfig()
+    dev: Free[PairsConfig] = PairsConfig()
     """Dev set, for loss and BLEU during training and for selecting the best checkpoint."""
-    test: PairsConfig = PairsConfig()
+    test: Free[PairsConfig] = PairsConfig()
     """Test set, scored once at the end of training."""
-    max_source_length: Positive = 256
+    max_source_length: Fixed[Positive] = 256
     """Maximum source length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    max_target_length: Positive = 256
+    max_target_length: Fixed[Positive] = 256
     """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    workers: Literal[0] | Few = 0
+    workers: PerProcess[Literal[0] | Few] = 0
     """Number of processes for tokenization; 0: one per CPU core."""
 
 
@@ -427,89 +433,94 @@ class BatchConfig(Section, prefix="batch."):
 class OptimizerConfig(Section, prefix="optimizer."):
     """Optimizer and its learning-rate schedule (section 5.3)."""
 
-    name: Literal["adam", "adafactor", "muon"] = "adam"
+    name: Fixed[Literal["adam", "adafactor", "muon"]] = "adam"
     """Adam (the paper); Adafactor (T5), whose state is small and whose learning rate is relative to
     each parameter's RMS: set peak_learning_rate to 0.01 as for T5, or to 0.001 to fine-tune; or
     Muon for the matrices of layers, with Adam's learning rates, and Adam for the rest."""
-    warmup_steps: Positive = 4000
+    warmup_steps: Changeable[Positive] = 4000
     """Number of linear warm-up steps."""
-    decay: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
+    decay: Changeable[Literal["inverse_sqrt", "constant", "linear", "cosine"]] = "inverse_sqrt"
     """Learning-rate schedule after warm-up: inverse square root of the step (the paper), constant,
     or linear or cosine decay to zero at training.steps."""
-    peak_learning_rate: PositiveFloat | None = None
+    peak_learning_rate: Changeable[PositiveFloat | None] = None
     """Learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5."""
-    beta1: Fraction = 0.9
+    beta1: Changeable[Fraction] = 0.9
     """adam, muon: decay rate for Adam's first moment."""
-    beta2: Fraction = 0.98
+    beta2: Changeable[Fraction] = 0.98
     """adam, muon: decay rate for Adam's second moment."""
-    epsilon: PositiveFloat = 1e-9
+    epsilon: Changeable[PositiveFloat] = 1e-9
     """adam, muon: epsilon."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: Changeable[NonNegative] = 0.0
     """Decoupled weight decay on matrices (AdamW); 0: off."""
-    clip_norm: NonNegative = 0.0
+    clip_norm: Changeable[NonNegative] = 0.0
     """Clip gradients to this global norm; 0: off."""
-    accumulate_steps: Positive = 1
+    accumulate_steps: Changeable[Positive] = 1
     """Gradient accumulation: split each batch into this many microbatches with equal numbers of
     rows. Saves memory and gives the same result, except for dropout masks."""
-    ema_decay: Fraction = 0.0
+    ema_decay: Fixed[Fraction] = 0.0
     """Evaluate and decode with an exponential moving average of the parameters; 0: off. At step t,
     the decay is at most (1 + t) / (10 + t)."""
+
+    @property
+    def decays_to_end(self) -> bool:
+        """True if the learning rates depend on training.steps, the end of the decay."""
+        return self.decay not in ("inverse_sqrt", "constant")
 
 
 @dataclass(frozen=True)
 class TrainingConfig(Section, prefix="training."):
     """Training length, evaluation and checkpoints."""
 
-    steps: Positive = 100_000
+    steps: Changeable[Positive] = 100_000
     """Number of optimizer steps."""
-    start_from: str = ""
+    start_from: Changeable[str] = ""
     """Fine-tuning: a work directory, model folder or checkpoint folder that provides the tokenizer
     and initial parameters (of the model that decode.py uses); '': train from scratch."""
-    freeze: tuple[str, ...] = ()
+    freeze: Changeable[tuple[str, ...]] = ()
     """Fine-tuning: glob patterns of names of parameters that are not trained, such as 'encoder.*'
     or '*embedding.matrix'; * also matches dots."""
-    label_smoothing: Fraction = 0.1
+    label_smoothing: Changeable[Fraction] = 0.1
     """Label smoothing (epsilon_ls in section 5.4)."""
-    r_drop: NonNegative = 0.0
+    r_drop: Changeable[NonNegative] = 0.0
     """Weight alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice, with
     different dropout masks, and the loss penalizes differences between the two predictions. Doubles
     the cost of a step. 5 is typical for small corpora; 0: off."""
-    simcut: NonNegative = 0.0
+    simcut: Changeable[NonNegative] = 0.0
     """Weight alpha of SimCut (Gao et al., 2022): each pair passes through the model again with some
     tokens' embeddings replaced by zeros, and the loss includes the KL divergence between the first
     prediction and this one. Doubles the cost of a step, or more. 3 is the paper's value; 0: off."""
-    simcut_rate: Fraction = 0.05
+    simcut_rate: Changeable[Fraction] = 0.05
     """SimCut: probability that a token's embedding is replaced by zeros."""
-    guided_alignment: NonNegative = 0.0
+    guided_alignment: Changeable[NonNegative] = 0.0
     """Guided alignment: weight of the cross-entropy between the word alignments in
     data.train.alignments and the attention of one head (model.alignment_layer); 0: off."""
-    log_every: Positive = 50
+    log_every: Free[Positive] = 50
     """Number of steps between entries in metrics.jsonl and TensorBoard."""
-    eval_every: Positive = 1000
+    eval_every: Free[Positive] = 1000
     """Number of steps between evaluations on the dev set: loss, perplexity, accuracy and BLEU."""
-    bleu_sentences: Count = 1000
+    bleu_sentences: Free[Count] = 1000
     """Number of sentences to translate with beam search for BLEU, from the start of the dev set; 0:
     no BLEU on the dev set."""
-    bleu_tokenize: Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"] = "13a"
+    bleu_tokenize: Free[BleuTokenizer] = "13a"
     """sacreBLEU's tokenizer; none: the text is already tokenized and is scored as is."""
-    checkpoint_every: Positive = 1000
+    checkpoint_every: Free[Positive] = 1000
     """Number of steps between checkpoints."""
-    keep_checkpoints: Positive = 5
+    keep_checkpoints: Free[Positive] = 5
     """Checkpoint retention: number of newest checkpoints to keep. The best checkpoint on the dev
     set (select_by) is also kept, along with the checkpoints that can be averaged with it."""
-    average: Literal["auto"] | Positive = "auto"
+    average: Free[Literal["auto"] | Positive] = "auto"
     """Checkpoint averaging: number of checkpoints to average for the model, when training ends.
     These are the last checkpoints or, after early stopping, the best checkpoint on the dev set and
     the checkpoints before it; 1: a single checkpoint. auto: the average of 1 to keep_checkpoints
     checkpoints with the lowest dev loss or, without data.dev, only the last checkpoint."""
-    select_by: Literal["loss", "bleu"] = "loss"
+    select_by: Free[Literal["loss", "bleu"]] = "loss"
     """Dev-set metric for selecting the best checkpoint and for early stopping."""
-    patience: Count = 0
+    patience: Free[Count] = 0
     """Early stopping after this many evaluations without improvement in select_by; 0: off."""
-    max_bad_steps: Positive = 10
+    max_bad_steps: Free[Positive] = 10
     """Steps with a non-finite loss or gradient are skipped and counted. Training stops after this
     many in a row."""
-    profile: str = ""
+    profile: Free[str] = ""
     """Profile of the steps START:STOP, counted from 0 and without STOP: write a trace for xprof and
     TensorBoard to profile/ in the work directory; '': no profile."""
 
@@ -651,12 +662,12 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
-    batch: BatchConfig = BatchConfig()
+    batch: Changeable[BatchConfig] = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
-    decoding: DecodingConfig = DecodingConfig()
-    mesh: MeshConfig = MeshConfig()
-    seed: Count = 0
+    decoding: Free[DecodingConfig] = DecodingConfig()
+    mesh: Free[MeshConfig] = MeshConfig()
+    seed: Fixed[Count] = 0
     """Random seed for parameter initialization, data order, and dropout."""
 
     def training_rules(self) -> Iterator[Rule]:

@@ -15,8 +15,14 @@ from typing import Annotated
 import tyro
 
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
+from transformer_jax.settings.changes import changeable_settings
 from transformer_jax.settings.config import Config, Processes
 from transformer_jax.storage.files import check_processes
+
+_ALLOW_CHANGES = (
+    f"Allow a resumed run to change {changeable_settings()}. A change of training.steps needs this "
+    "flag only if the learning rates depend on it."
+)
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,7 @@ class Arguments:
     """Name of a recipe in configs/, such as multi30k or, with an argument, table3:C-N2; a Python
     recipe file (which is executed, so use only files that you trust); or a work directory's
     config.json. Sets the defaults of all other flags. '': the paper's base model."""
-    allow_changes: bool = False
-    """Allow a resumed run to change batch.*, optimizer.* (except name and ema_decay), dropout,
-    label smoothing, R-Drop, SimCut, guided alignment, freeze, dtype, remat, start_from,
-    data.train.weights, data.train.temperature, and steps if the learning rate depends on it."""
+    allow_changes: Annotated[bool, tyro.conf.arg(help=_ALLOW_CHANGES)] = False
     processes: Annotated[Processes, tyro.conf.arg(name="")] = Processes()
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
 

@@ -58,7 +58,7 @@ def train(
     Args:
       workdir: a folder or a URL. Several processes need a shared folder or a gs:// URL.
       devices: devices to train on; default: all.
-      allow_changes: resume even if ``changeable`` settings (``resuming.py``) differ; by default, a
+      allow_changes: resume even if ``Changeable`` settings differ; by default, a
         run must keep its config.
 
     Raises:

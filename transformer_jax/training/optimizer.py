@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,16 @@ from transformer_jax.devices.sharding import map_named
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import OptimizerConfig
 
+# Learning rates after warm-up, as fractions of the peak. The arguments are the step, from 1; the
+# number of warm-up steps; and the progress of the decay, above 0 after warm-up and below 1 at the
+# last step, or None unless ``OptimizerConfig.decays_to_end``.
+DECAYS: dict[str, Callable[[Array, int, Any], Array]] = {
+    "inverse_sqrt": lambda step, warmup, _: jnp.sqrt(warmup / step),
+    "constant": lambda step, warmup, _: jnp.ones_like(step),
+    "linear": lambda step, warmup, progress: jnp.maximum(1 - progress, 0),
+    "cosine": lambda step, warmup, progress: (1 + jnp.cos(jnp.pi * jnp.minimum(progress, 1))) / 2,
+}
+
 
 def learning_rate_schedule(
     config: OptimizerConfig, d_model: int, steps: int | None = None
@@ -29,23 +39,18 @@ def learning_rate_schedule(
     another peak or decay. The paper counts steps from 1 and optax from 0, so the schedule adds 1.
 
     Args:
-      steps: total number of training steps, required for linear and cosine decay, which end at the
-        last step.
+      steps: total number of training steps, required if the decay ends at the last step.
     """
-    assert steps or config.decay not in ("linear", "cosine"), f"{config.decay} decay needs steps"
+    assert steps or not config.decays_to_end, f"{config.decay} decay needs steps"
     peak = config.peak_learning_rate or d_model**-0.5 * config.warmup_steps**-0.5
 
     def schedule(count: jax.typing.ArrayLike) -> Array:
         step = jnp.asarray(count, jnp.float32) + 1
-        after = jnp.maximum(step - config.warmup_steps, 0)
-        # fraction of the decay; the rate of the last step is still above 0
-        share = after / (steps + 1 - config.warmup_steps) if steps else after
-        factor = {
-            "inverse_sqrt": lambda: jnp.sqrt(config.warmup_steps / step),
-            "constant": lambda: jnp.ones_like(step),
-            "linear": lambda: jnp.maximum(1 - share, 0),
-            "cosine": lambda: (1 + jnp.cos(jnp.pi * jnp.minimum(share, 1))) / 2,
-        }[config.decay]()
+        progress = None
+        if steps and config.decays_to_end:
+            steps_after_warmup = jnp.maximum(step - config.warmup_steps, 0)
+            progress = steps_after_warmup / (steps + 1 - config.warmup_steps)
+        factor = DECAYS[config.decay](step, config.warmup_steps, progress)
         return peak * jnp.where(step < config.warmup_steps, step / config.warmup_steps, factor)
 
     return schedule

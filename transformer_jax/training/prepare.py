@@ -37,17 +37,17 @@ from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.model.transformer import abstract_model
 from transformer_jax.pretrained.loading import load_parameters
 from transformer_jax.runs.checkpoint import checkpoint_name, config_of, load_tokenizer
+from transformer_jax.settings.changes import (
+    differences_in_fine_tuning,
+    fields_that_differ,
+    settings_of_all_processes,
+)
 from transformer_jax.settings.config import Config, DataConfig, ModelConfig, TrainingConfig
-from transformer_jax.settings.config_files import flatten, to_json
+from transformer_jax.settings.config_files import to_json
 from transformer_jax.storage.files import copy_folder, retry, write_atomically
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.optimizer import check_frozen
 from transformer_jax.training.progress import Progress
-from transformer_jax.training.resuming import (
-    FREE_BETWEEN_PROCESSES,
-    differences_on_resume,
-    fields_that_differ,
-)
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import (
     Parameters,
@@ -61,14 +61,6 @@ log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
 Start = tuple[Any, Tokenizer]  # NumPy parameters and tokenizer of training.start_from
-
-_FREE_IN_FINE_TUNING = (
-    "tokenizer.source_language",
-    "tokenizer.target_language",
-    "tokenizer.user_defined_symbols",
-    "tokenizer.sampling",
-    "tokenizer.sampled_epochs",
-)
 
 # With less, Orbax, JAX and SentencePiece fail with unclear errors, or abort.
 _LIMITS = (
@@ -121,9 +113,8 @@ def prepare(
             check_frozen(config.training.freeze, abstract_model(config.model).parameters)
         texts, pairs = check_inputs(config.data, config.training)
         run_dir = Workdir(workdir)
-    settings = flatten(config).items()
     check_agreement(
-        {k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)}
+        settings_of_all_processes(config)
         | {f"text of data.{name}": texts[name].fingerprint for name in pairs}
     )
     with ExitStack() as stack:
@@ -370,18 +361,11 @@ def _start_model(name: str, config: Config) -> Start:
     Raises ``UserError`` if its model or tokenizer settings differ from ``config``.
     """
     log.info("Starting from the parameters of %s.", name)
-    theirs, parameters, tokenizer = load_parameters(name)
-    fixed = [
-        each
-        for each in differences_on_resume(theirs, config)
-        if each.name.startswith(("model.", "tokenizer."))
-        and not each.changeable
-        and each.name not in _FREE_IN_FINE_TUNING
-    ]
-    if fixed:
+    model_config, parameters, tokenizer = load_parameters(name)
+    if differences := differences_in_fine_tuning(model_config, config):
         raise UserError(
             f"training.start_from is {name!r}, but its model or tokenizer settings differ from "
-            f"this run's. Use --config {name}. {fields_that_differ(fixed)}"
+            f"this run's. Use --config {name}. {fields_that_differ(differences)}"
         )
     return parameters, tokenizer
 

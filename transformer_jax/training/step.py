@@ -86,7 +86,7 @@ class StepConfig(NamedTuple):
 
     model: ModelConfig
     optimizer: OptimizerConfig
-    steps: int  # end of a linear or cosine decay, otherwise 0
+    steps: int  # end of the learning-rate schedule; 0 if it has none
     label_smoothing: float
     passes: TwoPasses | None = None
     simcut_rate: float = 0.0
@@ -110,7 +110,7 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     Runs in one process share compiled functions if their ``StepConfig`` and mesh are equal.
     """
     training, optimizer = config.training, config.optimizer
-    steps = training.steps if optimizer.decay in ("linear", "cosine") else 0
+    steps = training.steps if optimizer.decays_to_end else 0
     passes = None
     if training.r_drop:
         passes = TwoPasses("r_drop", training.r_drop)

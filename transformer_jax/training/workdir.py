@@ -30,6 +30,11 @@ from transformer_jax.runs.remote_workdir import (
     mirror_files,
     mirror_folder,
 )
+from transformer_jax.settings.changes import (
+    Difference,
+    differences_on_resume,
+    fields_that_differ,
+)
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import from_json, to_json
 from transformer_jax.storage.files import (
@@ -46,11 +51,6 @@ from transformer_jax.storage.files import (
     remove_folder,
     retry,
     write_atomically,
-)
-from transformer_jax.training.resuming import (
-    Difference,
-    differences_on_resume,
-    fields_that_differ,
 )
 
 log = logging.getLogger(__name__)
