@@ -226,7 +226,8 @@ def test_bleu_is_on_the_first_dev_sentences_and_the_whole_test_set(run: SimpleNa
 # Settings that may change.
 
 FREE = (
-    *("model.vocab_size", "model.source_vocab_size", "mesh.", "decoding.", "training."),
+    *("model.vocab_size", "model.source_vocab_size", "model.pad_id", "model.eos_id"),
+    *("mesh.", "decoding.", "training."),
     *("data.root", "data.workers", "data.dev.", "data.test."),
     *(
         "data.train.source",

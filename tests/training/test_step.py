@@ -465,7 +465,8 @@ def test_simcut_adds_the_divergence_from_a_pass_with_cut_tokens(packed: bool) ->
     model.target_embedding.matrix = nnx.Param(jnp.pad(matrix[...], ((0, 1), (0, 0))))
     cut = []
     for tokens, key in zip((source, target), jax.random.split(dropout_key, 3)[1:], strict=True):
-        chosen = np.asarray(step_module.cut_tokens(np.repeat(tokens, 2, axis=0), 0.4, key))
+        doubled = np.repeat(tokens, 2, axis=0)
+        chosen = np.asarray(step_module.cut_tokens(doubled, 0.4, key, (PAD_ID, EOS_ID)))
         assert not chosen[::2].any() and not chosen[1::2][tokens == EOS_ID].any()
         assert 0.25 < chosen[1::2][tokens != EOS_ID].mean() < 0.55
         cut.append(np.where(chosen[1::2], 24, tokens))
