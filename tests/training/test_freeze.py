@@ -75,11 +75,17 @@ def steps_of(run: StepFunctions) -> tuple[TrainState, list[StepMetrics]]:
                 "accumulate_steps": 2,
             }
         },
-        {"training": {"r_drop": 1.0}, "model": {"tie_embeddings": "none"}},
-        {"optimizer": {"name": "adafactor", "weight_decay": 0.1}},
+        pytest.param(
+            {"training": {"r_drop": 1.0}, "model": {"tie_embeddings": "none"}},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            {"optimizer": {"name": "adafactor", "weight_decay": 0.1}},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {"mesh": MeshConfig(2, 2, 2), "optimizer": {"ema_decay": 0.9}},
-            marks=pytest.mark.devices(8),
+            marks=[pytest.mark.devices(8), pytest.mark.exhaustive],
         ),
     ],
     ids=["accumulation", "r_drop", "adafactor", "mesh"],
@@ -124,7 +130,9 @@ def test_losses_on_a_mesh_equal_those_on_one_device() -> None:
 
 
 @pytest.mark.cpu("other backends count library calls as no FLOPs")
-@pytest.mark.parametrize("accumulate_steps", [1, 2])  # the body of a loop counts once
+@pytest.mark.parametrize(  # the body of a loop counts once
+    "accumulate_steps", [1, pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_gradients_of_frozen_parameters_are_not_computed(accumulate_steps: int) -> None:
     """The backward pass of a frozen encoder and embedding, and the gradient of the softmax."""
     model = {"vocab_size": 1000, "d_model": 128, "d_ff": 512, "dropout": 0.0}
