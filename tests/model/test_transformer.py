@@ -291,7 +291,7 @@ def test_dropout_needs_a_key_and_is_repeatable() -> None:
     np.testing.assert_array_equal(dropped, again)
 
 
-@pytest.mark.parametrize("name", ["paper", "umt5"])
+@pytest.mark.parametrize("name", ["paper", pytest.param("umt5", marks=pytest.mark.exhaustive)])
 def test_activation_checkpointing_repeats_dropout(name: str) -> None:
     """And has the same gradients."""
     key, losses = jax.random.key(1), []

@@ -129,13 +129,24 @@ def test_every_evaluation_shows_the_first_dev_pair(finished: Path) -> None:
 
 
 @pytest.mark.devices(8)
-def test_a_run_on_eight_devices_equals_one_on_one_device(tmp_path: Path) -> None:
-    """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2."""
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(1, 2, 1), pytest.param(MeshConfig(2, 2, 2), marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_a_run_on_several_devices_equals_one_on_one_device(
+    mesh: MeshConfig, tmp_path: Path
+) -> None:
+    """Trained, saved, resumed, evaluated and tested."""
     test = number_files(3, "test")  # each device compiles a search
     config = changed(tiny(bleu_sentences=3), data={"test": test})
-    several = changed(config, mesh=MeshConfig(fsdp=2, tensor=2))
-    train(changed(several, training={"steps": 20}), tmp_path / "several")
-    summaries = train(several, tmp_path / "several"), train(config, tmp_path / "one", devices=ONE)
+    several = changed(config, mesh=mesh)
+    devices = jax.devices()[: 8 if mesh.data == 2 else 2]
+    train(changed(several, training={"steps": 20}), tmp_path / "several", devices=devices)
+    summaries = (
+        train(several, tmp_path / "several", devices=devices),
+        train(config, tmp_path / "one", devices=ONE),
+    )
     for kind, name in (("train", "loss"), ("dev", "dev_loss"), ("dev", "dev_bleu")):
         several, one = (
             {entry["step"]: entry[name] for entry in entries(tmp_path / folder, kind)}
@@ -306,7 +317,9 @@ def test_training_stops_when_dev_loss_stops_improving(
     [
         # dev losses of steps 3 and 6, then of the averages ending at 6
         ({"average": "auto"}, True, [3, 2.5, 2.5, 2.2, 2.4, 2.3, 2.6], [6, 5]),
-        ({"average": 2}, True, [3, 2.5, 2.5, 2.2], [6, 5]),
+        pytest.param(
+            {"average": 2}, True, [3, 2.5, 2.5, 2.2], [6, 5], marks=pytest.mark.exhaustive
+        ),
         ({"average": "auto"}, False, [], [6]),
         # steps 3 and 6, averages ending at 6, averages ending at 3, the best step
         (
@@ -315,7 +328,13 @@ def test_training_stops_when_dev_loss_stops_improving(
             [2.5, 3, 3, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.6],
             [3, 2],
         ),
-        ({"average": 2, "patience": 1, "steps": 99}, True, [2.5, 3, 2.5, 2.4], [3, 2]),
+        pytest.param(
+            {"average": 2, "patience": 1, "steps": 99},
+            True,
+            [2.5, 3, 2.5, 2.4],
+            [3, 2],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_the_end_of_a_run_chooses_checkpoints_to_average(

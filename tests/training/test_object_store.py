@@ -71,6 +71,7 @@ def start(tmp_path: Path, config: Config, *hosts: str) -> list[subprocess.Popen[
     ]
 
 
+@pytest.mark.exhaustive
 def test_killed_stopped_and_resumed_on_other_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,9 +109,11 @@ def test_killed_stopped_and_resumed_on_other_hosts(
 
 
 def test_a_store_that_fails_while_the_run_saves(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The run retries until the store responds, and saves every checkpoint."""
+    """The run retries until the store responds, and saves every checkpoint. Then it resumes."""
     monkeypatch.setattr(storage, "_PAUSE_SECONDS", 0.01)
     url, failures = "gs://ckpt/failing", []
 
@@ -136,6 +139,9 @@ def test_a_store_that_fails_while_the_run_saves(
     assert complete_steps(remote_path(url) / "checkpoints") == [3, 6]
     assert set(failures) == {"check_token", "complete_steps", "write_manifest"}
     assert "failed (503 Service Unavailable); retrying." in caplog.text
+    train(steps(8), url, devices=ONE)
+    assert complete_steps(remote_path(url) / "checkpoints") == [3, 6, 8]
+    assert "resuming at step 6" in capfd.readouterr().err
     with pytest.raises(ConnectionError):  # no retries for a local folder
         storage.retry(Path("here"), failing)
     with pytest.raises(UserError):  # or for a user's mistake
