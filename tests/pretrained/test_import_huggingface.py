@@ -38,7 +38,7 @@ from transformer_jax.settings.config import (
 from transformer_jax.settings.config_files import load_config_file
 from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.loop import train
-from transformer_jax.translation.segments import split
+from transformer_jax.translation.segments import cut
 from transformer_jax.translation.translator import Translator
 
 TAGS = [">>deu<<", ">>fra<<"]
@@ -171,7 +171,9 @@ def test_token_ids_agree(marian, workdir, theirs, lines) -> None:
         p for p in _pieces((marian / "source.spm").read_bytes()) if p not in _vocabulary(marian)
     )
     assert tokenizer.target.ids([lacking]) == [UNK_ID]
-    segments = [ids for _, ids in split(">>deu<<" + " one two three" * 20, 15, tokenizer)]
+    segments = [
+        segment.tokens for segment in cut(">>deu<<" + " one two three" * 20, 15, tokenizer)[0]
+    ]
     assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
     assert all(tokenizer.source.tokens(segment[:1]) == [">>deu<<"] for segment in segments)
     ids = tokenizer.target.encode([_target(line) for line in lines[:8]])

@@ -86,7 +86,7 @@ def test_unknown_and_missing_languages_are_errors(translator) -> None:
 def test_each_segment_begins_with_the_languages(folder) -> None:
     translator = Translator.from_workdir(folder, max_source_length=8)
     text = " ".join(f"w{i % 24}" for i in range(40))
-    sentences = translator.sentences(Request(text, **ENGLISH, **GERMAN))
+    sentences = translator.plan(Request(text, **ENGLISH, **GERMAN)).sentences
     [source] = translator.tokenizer.source.first_ids("eng_Latn")
     [target] = translator.tokenizer.target.first_ids("deu_Latn")
     assert len(sentences) > 4
@@ -154,7 +154,7 @@ def test_a_tag_is_the_language_of_the_target(tagged) -> None:
     assert scored == as_text and all(each.token_log_probs[0] < 0 for each in scored)
     limited = Translator.from_workdir(tagged, max_source_length=8)
     text = " ".join(f"w{i % 24}" for i in range(40))
-    sentences = limited.sentences(Request(text, "w1", target_language="de"))
+    sentences = limited.plan(Request(text, "w1", target_language="de")).sentences
     [tag] = translator.tokenizer.source.ids(["<2de>"])
     assert len(sentences) > 4
     assert {sentence.tokens[0] for sentence in sentences} == {tag}

@@ -12,21 +12,21 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, product
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import jax
 import pytest
-from servers import LINES, Server, make_model_to_serve, serving
+from random_models import make_model
+from servers import CONFIG, LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.decoding.search import Sentence
+from transformer_jax.serving.answering import Answering, PlannedText
 from transformer_jax.serving.async_translator import AsyncTranslator
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.live_rows import LiveRows
 from transformer_jax.serving.schema import Answer, Query
-from transformer_jax.serving.service import Answering, Service, _split_tag
-from transformer_jax.serving.text import cut
+from transformer_jax.serving.service import Service
 from transformer_jax.serving.workers import Entry, SearchFailed
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -194,16 +194,16 @@ def test_alternatives_and_details_equal_the_translators(server: Server) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_alternatives_are_other_texts_without_repeats(count: int) -> None:
+def test_alternatives_are_other_texts_without_repeats(translator, count: int) -> None:
     """A sentence with fewer hypotheses keeps its last one; other tokens can spell the same text."""
     found = [["A", "A", "B", "C"], ["a"], ["x", "y", "x", "y"]]
-    split = cut("one\ntwo\nsix", language="en", split=True)
+    plan = translator.plan(Request("one\ntwo\nsix"), divided=True)
 
     async def answer(sentences: list[list[str]]) -> Answer:
         hypotheses = [[Translation(text, 0, 0, 1) for text in its] for its in sentences]
         tasks = [asyncio.create_task(asyncio.sleep(0, its)) for its in hypotheses]
         query = Query(q="one\ntwo\nsix", target="de", alternatives=count)
-        return await Answering(query, Pair("en", "de"), [(split, tasks)]).whole()
+        return await Answering(query, Pair("en", "de"), [PlannedText(plan, tasks)]).whole()
 
     for sentences in product(found, repeat=3):
         ranks = range(1, count + 1)
@@ -468,10 +468,14 @@ def test_leading_tags_are_split_off() -> None:
     pairs = [(line, line.upper()) for line in LINES]
     settings = TokenizerConfig(vocab_size=50, algorithm="unigram", user_defined_symbols=("<2de>",))
     tokenizer = Tokenizer.train(pairs, settings)
-    model: Any = SimpleNamespace(translator=SimpleNamespace(tokenizer=tokenizer))
-    assert _split_tag("<2de> one. two", model) == ("<2de> ", "one. two")
-    assert _split_tag("<2de>one", model) == ("<2de>", "one")
-    assert _split_tag(" one <2de>", model) == ("", " one <2de>")
+    translator = Translator(make_model(tokenizer), tokenizer, CONFIG)
+
+    def texts(text: str) -> list[str]:
+        return [part.request.text for part in translator.plan(Request(text), divided=True).parts]
+
+    assert texts("<2de> one. Two") == ["<2de> one.", "<2de> Two"]
+    assert texts("<2de>one") == ["<2de>one"]
+    assert texts(" one <2de>") == ["one <2de>"]
 
 
 @pytest.mark.parametrize(
@@ -544,7 +548,7 @@ def test_the_rest_of_a_closed_stream_is_canceled(server: Server) -> None:
         coming = answering.by_sentence()
         await anext(coming)
         await coming.aclose()
-        [(_, tasks)] = answering.texts
+        tasks = answering.texts[0].tasks
         await asyncio.wait(tasks)
         return [task.cancelled() for task in tasks]
 
@@ -683,7 +687,7 @@ def test_metrics_count_all_pairs_and_devices(
 
     def figures() -> list[float | None]:
         names = "rows", "rows_busy", "sentences_waiting"
-        return [service.registry.get_sample_value(f"transformer_{name}") for name in names]
+        return [service.metrics.registry.get_sample_value(f"transformer_{name}") for name in names]
 
     rows = config.batch_size * num_pairs
     assert figures() == [rows, 0, 0]
@@ -707,7 +711,7 @@ def test_sentences_and_tokens_are_counted_by_pair(strict: Server) -> None:
     """A long sentence counts once, a translation twice if it is asked for twice."""
 
     def counts() -> list[float]:
-        samples = strict.service.registry.get_sample_value
+        samples = strict.service.metrics.registry.get_sample_value
         return [
             samples(f"transformer_{name}_total", {"pair": f"{source}-de"}) or 0
             for source in ("en", "fr")

@@ -94,10 +94,10 @@ def test_errors_name_only_numbered_lines(translator, shared) -> None:
     with pytest.raises(UserError, match="Line 1 is 5; expected text"):
         asyncio.run(shared.translate(5))
     with pytest.raises(UserError, match=r"^The text: prefix '日本' has tokens outside the voc"):
-        translator.check(Request("one", prefix="日本"))
+        translator.plan(Request("one", prefix="日本"))
     with pytest.raises(UserError, match=r"^The text is not valid Unicode"):
-        translator.check(Request("\ud800"))
-    translator.check(Request("one", prefix="SIX"))
+        translator.plan(Request("\ud800"))
+    translator.plan(Request("one", prefix="SIX"))
 
 
 def test_settings_override_those_of_the_run(translator, tmp_path) -> None:

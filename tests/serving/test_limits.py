@@ -21,6 +21,7 @@ from transformer_jax.serving.__main__ import allowed_hosts
 from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Arguments, Pair
 from transformer_jax.serving.schema import Query
+from transformer_jax.translation import plan as plan_module
 from transformer_jax.translation.records import Request
 from transformer_jax.translation.translator import Translator
 
@@ -189,7 +190,7 @@ def test_segments_count_in_the_queue(server: Server) -> None:
     """A request costs as much as its segments, however few characters and sentences it has."""
     translator = server.translator
     text = LIGATURE * 20
-    count = len(translator.sentences(Request(text)))
+    count = len(translator.plan(Request(text)).sentences)
     assert 4 < count < MAX_QUEUE
 
     async def accepted() -> tuple[int, int]:
@@ -222,7 +223,7 @@ def test_texts_are_tokenized_outside_the_event_loop(
     model = server.service.models[Pair("en", "de")]
     watch(model.translator.tokenizer.source, "encode")
     watch(model.translator.tokenizer.target, "encode")
-    watch(service_module, "cut")
+    watch(plan_module, "divide")
     reply = server.ask(path, q=LINES[3], prefix="SIX", attention=True)
     assert reply.status == 200 and len(in_loop) > 3
     in_loop.clear()
@@ -241,7 +242,7 @@ def test_attention_is_limited(
     """The second sentence has several segments, whose tokens count together."""
     lines = [LINES[3], " ".join(LINES[3:8])]
     counts = [
-        sum(len(segment.tokens) for segment in server.translator.sentences(Request(line)))
+        sum(len(segment.tokens) for segment in server.translator.plan(Request(line)).sentences)
         for line in lines
     ]
     most = sum(counts) if limit == "_MOST_ALIGNED" else counts[1]
@@ -307,17 +308,17 @@ def test_a_request_that_ends_early_releases_everything(
     def slowly(*args: Any, **settings: Any) -> Any:
         begun.set()
         time.sleep(0.05)
-        return cut(*args, **settings)
+        return divide(*args, **settings)
 
     def figure(name: str, **labels: str) -> float:
-        return server.service.registry.get_sample_value(name, labels) or 0
+        return server.service.metrics.registry.get_sample_value(name, labels) or 0
 
     def gone() -> float:
         labels = {"handler": path, "method": "POST", "status": "499"}
         return figure("http_requests_total", **labels)
 
-    begun, cut, gone_before = threading.Event(), service_module.cut, gone()
-    monkeypatch.setattr(service_module, "cut", slowly)
+    begun, divide, gone_before = threading.Event(), plan_module.divide, gone()
+    monkeypatch.setattr(plan_module, "divide", slowly)
     monkeypatch.setattr(server.service.models[Pair("en", "de")].workers, "submit", submit)
     with ExitStack() as until:
         port = server.port

@@ -16,7 +16,7 @@ from transformer_jax.tokenization.special_ids import EOS_ID, UNK_ID
 from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.subword_sampling import model_proto
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.segments import split
+from transformer_jax.translation.segments import cut
 
 TEXT = ["one hundred and two", "  two  ones and a hundred", "three and two hundred", "tw  onetwo"]
 SPAN = {"split_by_whitespace": False}
@@ -98,7 +98,7 @@ def test_decoding_inverts_encoding(name, words, seed):
 def test_segments_of_a_long_line_are_encoded_like_lines(name, words, limit):
     ours = Tokenizer(model(name).model)
     tag = "<2de> " if "symbols" in name and words else ""
-    segments = [ids for _, ids in split(tag + " ".join(words), limit, ours)]
+    segments = [segment.tokens for segment in cut(tag + " ".join(words), limit, ours)[0]]
     texts = [ours.source.decode(segment).removeprefix(tag) for segment in segments]
     assert " ".join(texts).split() == words
     assert segments == ours.source.encode([tag + text for text in texts])

@@ -72,7 +72,7 @@ def test_the_glossary_of_a_line_adds_to_the_translators(with_glossary):
         ("three four", {"four": "TEN"}, {"three four"}),
         ("three four one", {"two three": "TEN"}, {"three four", "one"}),
     ):
-        assert with_glossary._terms(Request(line, glossary=glossary), line).keys() == terms
+        assert {*with_glossary.plan(Request(line, glossary=glossary)).parts[0].terms} == terms
 
 
 def test_a_prefix_can_contain_a_term(with_glossary):
@@ -90,8 +90,8 @@ def test_an_ensemble_meets_the_terms(model, tokenizer):
 
 def test_each_segment_of_a_long_line_has_its_terms(with_glossary):
     line = " ".join(["two six ten"] * 9 + ["one"])
-    assert len(with_glossary.sentences(Request(line))) > 1
-    assert [each.terms is None for each in with_glossary.sentences(Request(line))][-1] is False
+    sentences = with_glossary.plan(Request(line)).sentences
+    assert len(sentences) > 1 and sentences[-1].terms is not None
     [text] = with_glossary.translate([line])
     assert " TWO" in f" {text}"
 
@@ -99,7 +99,7 @@ def test_each_segment_of_a_long_line_has_its_terms(with_glossary):
 def test_terms_are_found_in_the_text_of_a_segment(with_glossary):
     """Not in what the source tokenizer makes of it, which has no token for 8."""
     line = " ".join(["two six ten"] * 9 + ["8 two"])
-    sentences = with_glossary.sentences(Request(line, glossary={"8": "NINE"}))
+    sentences = with_glossary.plan(Request(line, glossary={"8": "NINE"})).sentences
     assert [each.terms is None for each in sentences] == [True] * (len(sentences) - 1) + [False]
 
 

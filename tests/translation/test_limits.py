@@ -32,7 +32,7 @@ from transformer_jax.translation.output_file import open_output
 from transformer_jax.translation.program import checked_flags
 from transformer_jax.translation.records import Record, Request, Results, Translation
 from transformer_jax.translation.scoring import Scorer
-from transformer_jax.translation.segments import split
+from transformer_jax.translation.segments import cut
 from transformer_jax.translation.translator import Translator
 
 LINES = lines_of_words(23)
@@ -173,9 +173,9 @@ def test_numbers_have_four_decimals_everywhere():
 def test_a_line_of_the_maximum_length_is_one_segment(translator, tokenizer, caplog):
     """decoding.max_source_length includes EOS; segments are as long as it allows."""
     whole, longer = (line_of(tokenizer.source, count) for count in (23, 24))
-    [sentence] = translator.sentences(Request(whole, number=1))
+    [sentence] = translator.plan(Request(whole, number=1)).sentences
     assert len(sentence.tokens) == 23 and not caplog.text
-    segments = translator.sentences(Request(longer, number=7))
+    segments = translator.plan(Request(longer, number=7)).sentences
     assert [len(each.tokens) for each in segments] == [23, 1]
     [message] = caplog.messages
     said = "Line 7 has 24 tokens; the maximum is 23, so it is translated in 2 segments."
@@ -197,16 +197,21 @@ def test_a_translation_is_at_most_max_extra_length_longer_than_its_source(tokeni
 
 def test_a_prefix_may_be_as_long_as_max_extra_length(translator, tokenizer):
     words = line_of(tokenizer.target, 7, [word.upper() for word in WORDS]).split()
-    assert len(translator.check(Request("one", prefix=" ".join(words[:6])))) == 6
+
+    def num_forced(translator, words):
+        [sentence] = translator.plan(Request("one", prefix=" ".join(words))).sentences
+        return len(sentence.prefix)
+
+    assert num_forced(translator, words[:6]) == 6
     with pytest.raises(UserError, match="has 7 tokens; expected at most 6 .decoding.max_extra"):
-        translator.check(Request("one", prefix=" ".join(words)))
+        num_forced(translator, words)
     [[found]] = translator.stream([Request("one", prefix=" ".join(words[:6]))])
     assert found.text.startswith(" ".join(words[:6]))
     capped = dataclasses.replace(CONFIG, max_length=4)
     shorter = Translator(translator.model, tokenizer, capped)
-    assert len(shorter.check(Request("one", prefix=" ".join(words[:3])))) == 3
+    assert num_forced(shorter, words[:3]) == 3
     with pytest.raises(UserError, match="has 4 tokens; expected at most 3 .*max_length - 1"):
-        shorter.check(Request("one", prefix=" ".join(words[:4])))
+        num_forced(shorter, words[:4])
 
 
 @pytest.mark.parametrize(("count", "is_repeated"), [(5, True), (6, False)])
@@ -217,7 +222,7 @@ def test_tags_are_repeated_if_they_leave_half_of_each_segment(count, is_repeated
     line = " ".join([*tags[:count], *WORDS * 3])
     [tag, *_] = [tokenizer.source.split_tag(line)[0]]
     limit = 2 * len(tokenizer.source.split_tag(" ".join([*tags[:5], "one"]))[0])
-    segments = [ids for _, ids in split(line, limit, tokenizer)]
+    segments = [segment.tokens for segment in cut(line, limit, tokenizer)[0]]
     assert all(len(segment) <= limit for segment in segments)
     assert (segments[1][: len(tag)] == tag) == is_repeated
 
@@ -320,10 +325,10 @@ def test_references_are_scored_with_the_runs_bleu_tokenizer(
 def test_hypotheses_run_out_where_the_search_finds_fewer(translator):
     """Segments of a line are joined while every segment has another hypothesis."""
     line = " ".join(WORDS) * 5
-    its = translator.sentences(Request(line, number=1), 3)
-    hypotheses = [list(translator.engines[0].search([sentence])[0]) for sentence in its]
+    plan = translator.plan(Request(line, number=1), 3)
+    hypotheses = [list(each) for each in translator.engines[0].search(plan.sentences)]
     hypotheses[1] = hypotheses[1][:2]
-    found = translator.translations(Request(line, number=1), hypotheses)
+    found = plan.join(hypotheses)
     assert len(found) == 2
     for rank, translation in enumerate(found):
         chosen = [its[rank] for its in hypotheses]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import re
@@ -16,7 +15,6 @@ from flax import nnx
 from random_models import WORDS, lines_of_words, make_model
 from reference_search import Rules, reference_search
 
-from transformer_jax.decoding import ensemble
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_buckets
 from transformer_jax.decoding.search import Hypothesis
@@ -25,8 +23,11 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import DecodingConfig, MeshConfig, ModelConfig
 from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
+from transformer_jax.translation import loading
+from transformer_jax.translation.plan import Part
 from transformer_jax.translation.records import Request
-from transformer_jax.translation.segments import joint
+from transformer_jax.translation.segments import Segment
+from transformer_jax.translation.sentences import space_after
 from transformer_jax.translation.translator import Translator
 
 LINES = lines_of_words(23)
@@ -196,7 +197,7 @@ def test_a_long_line_is_translated_in_segments(translator, caplog):
 def test_each_line_and_each_segment_draws_its_own_samples(translator):
     text = " ".join(WORDS) * 30
     requests = [Request(text, prefix=WORDS[0].upper(), number=number) for number in (1, 2, 2)]
-    first, second, again = map(translator.sentences, requests)
+    first, second, again = (translator.plan(request).sentences for request in requests)
     seeds = [sentence.seed for sentence in first + second]
     assert len(set(seeds)) == len(seeds) > 8
     assert second == again
@@ -204,19 +205,18 @@ def test_each_line_and_each_segment_draws_its_own_samples(translator):
     assert first[0].prefix and not any(sentence.prefix for sentence in first[1:])
 
 
-def test_segments_are_joined_with_spaces_unless_the_script_has_none(translator):
+def test_segments_are_joined_with_spaces_unless_the_script_has_none():
     texts = ("好。", "", "是", "Ja.", "Nein.")
     found = [[Hypothesis([i], -1.0, -1.0, [-0.5, -0.5])] for i in range(len(texts))]
-    translator = copy.copy(translator)
-    translator.tokenizer = SimpleNamespace(
-        target=SimpleNamespace(decode=lambda ids: texts[ids[0]], tokens=lambda ids: [texts[ids[0]]])
-    )
-    [translation] = translator.translations(Request(""), found)
+    target = SimpleNamespace(decode=lambda ids: texts[ids[0]], tokens=lambda ids: [texts[ids[0]]])
+    segments = [Segment(f"source {i}", [i], " " * bool(i)) for i in range(len(texts))]
+    part = Part(Request(""), "", "", segments, [], "", {}, False, SimpleNamespace(target=target))
+    [translation] = part.join(found)
     assert translation.text == "好。是Ja. Nein."
     assert (translation.length, translation.score, translation.log_prob) == (10, -1.0, -5.0)
     assert len(translation.tokens) == 9 and len(translation.token_log_probs) == 10
     joints = {"": "", "Ja.": " ", "好。": "", "他说:“好!”": "", "東京 (": "", "네.": " "}
-    assert {text: joint(text) for text in joints} == joints
+    assert {text: space_after(text) for text in joints} == joints
 
 
 @pytest.mark.devices(3)
@@ -290,11 +290,11 @@ def test_longer_sources_have_fewer_rows(monkeypatch):
 def test_an_ensemble_has_the_settings_of_its_first_run(model, tokenizer, monkeypatch):
     runs = {name: DecodingConfig(beam_size=size) for name, size in (("first", 2), ("second", 7))}
     monkeypatch.setattr(
-        ensemble,
+        loading,
         "load_model",
         lambda name: (SimpleNamespace(decoding=runs[name]), model, tokenizer),
     )
-    both, _, config = ensemble.load_models(["first", "second"], min_length=3)
+    both, _, config = loading.load_models(["first", "second"], min_length=3)
     assert len(both.models) == 2 and (config.beam_size, config.min_length) == (2, 3)
 
 

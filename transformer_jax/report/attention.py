@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_jax import Ensemble, ModelConfig, Request, Transformer, Translator, UserError
+from transformer_jax import Ensemble, ModelConfig, Transformer, Translator, UserError
 from transformer_jax.errors import needs_extra
+from transformer_jax.translation.records import check_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,7 +69,7 @@ def sentence_attention(
       UserError: ``translator`` is an ensemble; ``text`` is empty; ``text`` or the translation is
         too long.
     """
-    translator.check(Request(text))
+    check_text(text, "The text")
     if not text.strip():
         raise UserError(f"text is {text!r}; expected a sentence.")
     model, tokenizer = translator.model, translator.tokenizer
@@ -83,7 +84,7 @@ def sentence_attention(
         [[translation]] = translator.stream([text])
         found = tokenizer.target.ids(translation.tokens)
     else:
-        translator.check(Request(target))
+        check_text(target, "The text")
         [found] = tokenizer.target.encode([target])
     weights = _attention_weights(model, source_1S, _padded("target", found, model.config))
     encoder_NHSS, decoder_NHTT, cross_NHTS = (np.concatenate(layers) for layers in weights)

@@ -24,6 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from transformer_jax import SearchFailed, UserError
 from transformer_jax.errors import short_repr
+from transformer_jax.serving.answering import Answering
+from transformer_jax.serving.refused import Refused
 from transformer_jax.serving.schema import (
     CONTENT_TYPES,
     Answer,
@@ -33,7 +35,7 @@ from transformer_jax.serving.schema import (
     Status,
     request_body,
 )
-from transformer_jax.serving.service import FAILED, Answering, Refused, Service
+from transformer_jax.serving.service import FAILED, Service
 
 T = TypeVar("T")
 
@@ -88,7 +90,7 @@ class App:
         get("/health", self.health, responses={503: {"model": Status}})
         # A mount at / would answer GET /translate with 404 instead of 405.
         app.router.default = StaticFiles(directory=_PAGE)
-        registry = self.service.registry
+        registry = self.service.metrics.registry
         measured = Instrumentator(should_group_status_codes=False, registry=registry)
         measured.instrument(app).expose(app, endpoint="/metrics")
         app.add_middleware(partial(partial, _with_known_method))
@@ -125,10 +127,7 @@ class App:
 
     async def languages(self) -> list[Language]:
         """List all languages, each with its target languages."""
-        targets = {code: list[str]() for pair in self.service.models for code in pair}
-        for source, target in self.service.models:
-            targets[source].append(target)
-        return [Language(code=code, name=code, targets=into) for code, into in targets.items()]
+        return self.service.pairs.languages()
 
     async def health(self, response: Response) -> Status:
         """Readiness check: 200 once compilation is done, otherwise 503."""
@@ -193,7 +192,7 @@ class App:
             refused = self._refused(error)
             if refused.status_code == 500:
                 logger.exception("Streaming a translation failed.")
-            yield _event("error", refused.told)
+            yield _event("error", refused.body)
 
     def _refused(self, error: Exception) -> Refused:
         match error:
@@ -214,7 +213,7 @@ class App:
 
     async def _refuse(self, _: Request, error: Exception) -> Response:
         refused = self._refused(error)
-        content = refused.told.model_dump_json(exclude_none=True)
+        content = refused.body.model_dump_json(exclude_none=True)
         headers = getattr(error, "headers", refused.headers)  # 405 lists allowed methods
         return Response(content, refused.status_code, headers, "application/json")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -24,6 +23,7 @@ from transformer_jax import (
 )
 from transformer_jax.serving.live_rows import LiveRows
 from transformer_jax.serving.workers import Workers
+from transformer_jax.translation.plan import Part
 
 logger = logging.getLogger(__name__)
 
@@ -83,45 +83,51 @@ class AsyncTranslator:
         self.workers.close()
 
     async def translate(
-        self,
-        line: str | Request,
-        *,
-        num_hypotheses: int = 1,
-        alignments: bool = False,
-        turns: asyncio.Semaphore | None = None,
-        segments: Sequence[Sentence] | None = None,
+        self, line: str | Request, *, num_hypotheses: int = 1, alignments: bool = False
     ) -> list[Translation]:
-        """Translate a line. Returns its translations, best first (see ``Translator.stream``).
-        ``alignments`` adds alignments (see ``Scorer.align``).
-
-        The semaphore ``turns`` limits how many segments are searched at once (default: half of the
-        rows). Lines that share a semaphore thus leave rows for other lines. ``segments`` is the
-        result of ``translator.sentences`` if it is known. Canceling the task frees its rows.
+        """Translate a line or a document. Returns its translations, best first (see
+        ``Translator.stream``). ``alignments`` adds alignments to those of a line (see
+        ``Scorer.align``). Canceling the task frees its rows.
 
         Raises:
           UserError: see ``Translator.stream``; ``start`` has not been called.
           SearchFailed: the search has stopped permanently.
         """
         request = Request.of(line, 1)
-        turns = turns or self.new_turns()
-        if segments is None:  # in a thread, because tokenizing a long line takes time
-            segments = await asyncio.to_thread(self.translator.sentences, request, num_hypotheses)
+        # In a thread, because tokenizing a long line takes time.
+        plan = await asyncio.to_thread(self.translator.plan, request, num_hypotheses)
+        turns = self.new_turns()
+        parts = [self.translate_part(part, turns, alignments=alignments) for part in plan.parts]
+        translations = await asyncio.gather(*parts)
+        return await asyncio.to_thread(plan.join_parts, translations)
 
-        async def search_in_turn(segment: Sentence) -> list[Hypothesis]:
+    async def translate_part(
+        self, part: Part, turns: asyncio.Semaphore, *, alignments: bool = False
+    ) -> list[Translation]:
+        """Translate a part of a plan. Returns its translations, best first.
+
+        The semaphore ``turns`` limits how many segments are searched at once. Parts that share a
+        semaphore thus leave rows for others.
+        """
+
+        async def search_in_turn(sentence: Sentence) -> list[Hypothesis]:
             async with turns:
-                future = self.workers.submit(segment)
+                future = self.workers.submit(sentence)
                 try:
                     return await asyncio.wrap_future(future)
                 finally:
                     future.cancel()
 
-        found = await asyncio.gather(*map(search_in_turn, segments))
-        translations = self.translator.translations(request, found)
-        if not alignments:
+        hypotheses = await asyncio.gather(*map(search_in_turn, part.sentences))
+        if len(part.sentences) > 1:  # a long text takes time
+            translations = await asyncio.to_thread(part.join, hypotheses)
+        else:
+            translations = part.join(hypotheses)
+        if not (alignments or part.needs_alignment):
             return translations
-        pairs = [(request, translation) for translation in translations]
+        pairs = [(part.request, translation) for translation in translations]
         return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
 
     def new_turns(self) -> asyncio.Semaphore:
-        """Create a semaphore. Lines that share it use at most half of the rows."""
+        """Create a semaphore. Parts that share it use at most half of the rows."""
         return asyncio.Semaphore(max(1, self.config.batch_size // 2))

@@ -55,6 +55,15 @@ class Query(BaseModel):
         """``q`` as a list."""
         return [self.q] if isinstance(self.q, str) else self.q
 
+    @property
+    def num_characters(self) -> int:
+        """Number of characters of all texts, the prefix and the glossary."""
+        count = len(self.prefix) + sum(map(len, self.texts))
+        for source, targets in self.glossary.items():
+            count += len(source)
+            count += len(targets) if isinstance(targets, str) else sum(map(len, targets))
+        return count
+
 
 class HypothesisResponse(BaseModel):
     """A translation of a sentence, in the format of ``decode.py --format jsonl``."""

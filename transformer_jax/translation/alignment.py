@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,39 @@ class Alignment(NamedTuple):
             if token != "</s>" and word >= 0 and is_word_S[best]
         }
         return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
+
+
+def concatenated(alignments: Sequence[Alignment]) -> Alignment:
+    """Return the alignment of consecutive sentences. EOS separates them in the target only."""
+    sources = [alignment.source[:-1] for alignment in alignments]
+    targets = [alignment.target for alignment in alignments]
+    num_source = sum(map(len, sources))
+    weights_TS = np.zeros((sum(map(len, targets)), num_source + 1), np.float32)
+    source_word_ids = list[int]()
+    target_word_ids = list[int]()
+    row = 0
+    column = 0
+    for alignment, source, target in zip(alignments, sources, targets):
+        rows = slice(row, row + len(target))
+        weights_TS[rows, column : column + len(source)] = alignment.weights_TS[:, :-1]
+        weights_TS[rows, num_source] = alignment.weights_TS[:, -1]
+        row += len(target)
+        column += len(source)
+        source_word_ids += _after(source_word_ids, alignment.source_words)
+        target_word_ids += [*_after(target_word_ids, alignment.target_words), -1]
+    return Alignment(
+        tuple(chain(*sources, ["</s>"])),
+        tuple(chain(*targets)),
+        weights_TS,
+        source_word_ids,
+        target_word_ids[:-1],
+    )
+
+
+def _after(before: Sequence[int], word_ids: Sequence[int]) -> list[int]:
+    """Number words after those of the previous sentences."""
+    first = max(before, default=-1) + 1
+    return [word + first if word >= 0 else word for word in word_ids]
 
 
 def alignment(

@@ -288,12 +288,14 @@ def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
             if isinstance(models, Scorer):
                 scored = models.score([(record, record.target or "") for record in block])
                 found = ([translation] for translation in scored)
-            elif files.has_markup:
-                protect = (*PLACEHOLDERS, *files.protect)
-                documents = models.documents(block, layer=layer, protect=protect)
-                found = ([document] for document in documents)
             else:
-                found = models.stream(block, num_hypotheses=results.nbest, window=size)
+                found = models.stream(
+                    block,
+                    num_hypotheses=results.nbest,
+                    window=size,
+                    layer=layer,
+                    protect=(*PLACEHOLDERS, *files.protect),
+                )
             together = zip(block, found)
             yield from together if aligner is None else _aligned(together, aligner, layer)
 

@@ -44,7 +44,7 @@ class Request:
     target_language: str = ""
     """Language code of the translation; '': the tokenizer's default."""
     format: Literal["text", "html", "xml"] = "text"
-    """Format of the text and its translation, for ``Translator.documents``."""
+    """Format of the text and its translation. HTML and XML are divided into sentences."""
     glossary: GlossaryTerms = field(default_factory=dict, hash=False)
     """Target terms that the translation must contain, by source term, if that is in the text."""
     number: int = 0

@@ -1,70 +1,93 @@
-"""Splits overlong lines into segments and joins the segments' translations."""
+"""Cuts text that is too long for the model: between sentences, then between words."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.sentences import divide
 
-# Closing quotation marks and brackets, and repeated end marks, belong to the preceding sentence.
-_SENTENCE_END = re.compile(
-    r"[.!?…؟۔।॥።](?:[\"'”’»)\]]|\s[”’»)\]])*\s++(?![.!?…؟۔।॥።”’»)\]])"  # must precede a space
-    r"|[。！？｡][。！？｡….!?」』）】〉》”’\"')\]]*\s*"
-)
 _SPACE = re.compile(r"\s+")
-# The end of a text whose last letter is Chinese or Japanese (or a text of only CJK punctuation).
-_UNSPACED_END = re.compile(r"[\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-\U0003ffff]\W*$")
 
 
-def split(
-    line: str, limit: int, tokenizer: Tokenizer, first: Sequence[int] | None = None
-) -> list[tuple[str, list[int]]]:
-    """Split a line into segments of at most ``limit`` source tokens. Each segment has as many whole
-    sentences as fit. Returns the text and the token ids of each.
+class Segment(NamedTuple):
+    """A part of a text that the model translates at once."""
 
-    An overlong sentence is split between words, and an overlong word in the middle. A tag at the
-    beginning of the line, such as ``>>deu<<``, is repeated before each segment, as is ``first``
-    (``SubwordModel.encode``).
+    text: str
+    """The text without the tag that begins every segment."""
+    tokens: list[int]
+    """Source tokens, with the tag."""
+    before: str = ""
+    """Text between the previous segment and this one, usually whitespace."""
+
+
+def cut(
+    text: str,
+    limit: int,
+    tokenizer: Tokenizer,
+    first: Sequence[int] | None = None,
+    language: str = "",
+) -> tuple[list[Segment], str]:
+    """Cut a text into segments of at most ``limit`` source tokens. Returns them, and the text after
+    the last one.
+
+    A segment is a sentence. An overlong sentence is cut between words, and an overlong word in the
+    middle. A tag at the beginning of the text, such as ``>>deu<<``, is repeated before each
+    segment, as is ``first`` (``SubwordModel.encode``). ``language`` is for ``divide``.
     """
-    tag, rest = tokenizer.source.split_tag(line, first)
-    if len(tag) > limit // 2:  # too long for a tag
-        tag, rest = [], line
-    limit -= len(tag)
-    texts, tokens = [""], list[list[int]]([[]])
-    for text, its_tokens in _units(rest, limit, tokenizer):
-        if len(tokens[-1]) + len(its_tokens) > limit:
-            texts.append("")
-            tokens.append([])
-        texts[-1] += text
-        tokens[-1] += its_tokens
-    # Encode each segment as a whole. This rarely takes more tokens than encoding its units, because
-    # every unit starts with a space token, even if it has no leading space.
-    prefix = line.removesuffix(rest.lstrip()) if tag else ""
-    whole = tokenizer.source.encode([prefix + text.strip() for text in texts], first=first)
-    return [
-        (text, segment if len(segment) <= len(tag) + limit else tag + units)
-        for text, segment, units in zip(texts, whole, tokens)
-    ]
+    tag_tokens, untagged = tokenizer.source.split_tag(text, first)
+    if len(tag_tokens) > limit // 2:  # too long for a tag
+        tag_tokens = []
+        untagged = text
+    tag = text.removesuffix(untagged.lstrip()) if tag_tokens else ""
+    limit -= len(tag_tokens)
+    texts = list[str]()
+    tokens = list[list[int]]()
+    before = list[str]()
+    divided = divide(untagged, language=language)
+    for gap, sentence in zip(divided.before, divided.sentences):
+        for piece, piece_tokens in _pieces(sentence, limit, tokenizer):
+            texts.append(piece.strip())
+            tokens.append(tag_tokens + piece_tokens)
+            before.append(gap)
+            gap = " " if piece[-1].isspace() else ""
+    # Encode each segment as a whole. This rarely takes more tokens than encoding its words, because
+    # every word starts with a space token, even if it has no leading space.
+    encoded = tokenizer.source.encode([tag + piece for piece in texts], first=first)
+    segments = list[Segment]()
+    for piece, whole, of_words, gap in zip(texts, encoded, tokens, before):
+        fits = len(whole) <= len(tag_tokens) + limit
+        segments.append(Segment(piece, whole if fits else of_words, gap))
+    return segments, divided.after
+
+
+def _pieces(sentence: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+    """Divide a sentence into texts of as many whole words as fit into ``limit`` tokens. Yields each
+    with its tokens.
+    """
+    text = ""
+    tokens = list[int]()
+    for unit, unit_tokens in _units(sentence, limit, tokenizer):
+        if text and len(tokens) + len(unit_tokens) > limit:
+            yield text, tokens
+            text = ""
+            tokens = []
+        text += unit
+        tokens = tokens + unit_tokens
+    yield text, tokens
 
 
 def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-    """Split ``text`` into as few units as possible, each of at most ``limit`` tokens."""
+    """Divide a text into words, and words in the middle, where it has more than ``limit`` tokens.
+    Yields each unit with its tokens.
+    """
     [tokens] = tokenizer.source.encode([text.strip()], first=())
     if len(tokens) <= limit or len(text) == 1:
         yield text, tokens[:limit]
         return
-    for places in (_SENTENCE_END.finditer(text), _SPACE.finditer(text)):
-        ends = [place.end() for place in places if place.end() < len(text)]
-        if ends:
-            break
-    else:
-        ends = [len(text) // 2]
-    for start, end in pairwise([0, *ends, len(text)]):
+    ends = [space.end() for space in _SPACE.finditer(text) if space.end() < len(text)]
+    for start, end in pairwise([0, *(ends or [len(text) // 2]), len(text)]):
         yield from _units(text[start:end], limit, tokenizer)
-
-
-def joint(before: str) -> str:
-    """Return the separator after a translation: a space, or nothing after Chinese or Japanese."""
-    return "" if not before or _UNSPACED_END.search(before) else " "

@@ -8,13 +8,12 @@ import sys
 import time
 import unicodedata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from transformer_jax.serving.text import Cut, cut
+from transformer_jax.translation.sentences import Divided, Joiner, divide, undivided
 
 ROOT = Path(__file__).resolve().parents[2]
 BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -29,12 +28,15 @@ PLAIN = st.sampled_from(
 TEXTS = st.text() | st.lists(ODD | PLAIN).map("".join)
 
 
-def plain(text: str, *, language: str = "en", split: bool = True) -> Cut:
-    return cut(text, language=language, split=split)
+def plain(text: str, *, language: str = "en", split: bool = True) -> Divided:
+    return divide(text, language=language) if split else undivided(text)
 
 
-def joined(pieces: Cut, translations: list[str]) -> str:
-    return pieces.joined([SimpleNamespace(text=text) for text in translations])
+def joined(pieces: Divided, translations: list[str]) -> str:
+    joiner = Joiner()
+    for before, source, text in zip(pieces.before, pieces.sentences, translations, strict=True):
+        joiner.add(before, source, text)
+    return joiner.text + pieces.after
 
 
 def spaces_joined(text: str) -> str:
@@ -42,7 +44,7 @@ def spaces_joined(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def check_sentences(cut: Cut) -> None:
+def check_sentences(cut: Divided) -> None:
     assert len(cut.sentences) == len(cut.before)
     for sentence in cut.sentences:
         assert sentence and sentence == sentence.strip()
@@ -103,7 +105,7 @@ def test_parts_without_a_letter_or_digit_are_copied(category: str) -> None:
 @pytest.mark.parametrize("text", ["", " ", "\n\xa0\r\n", "\u3000"])
 def test_white_space_has_no_sentences(text: str) -> None:
     for each in (plain(text), plain(text, split=False)):
-        assert not each.sentences and each.joined([]) == text
+        assert not each.sentences and joined(each, []) == text
 
 
 def test_regional_codes_use_the_rules_of_their_language() -> None:
@@ -120,7 +122,7 @@ def test_sentences_from_a_script_without_spaces_are_joined_with_spaces() -> None
     assert pieces.sentences == ["你好。", "我很好！", "谢谢。"]
     assert joined(pieces, ["Hello.", "I'm fine!", "Thanks."]) == "Hello. I'm fine! Thanks."
     assert joined(pieces, ["", "もちろん！", "はい。"]) == "もちろん！はい。"
-    assert pieces.gap(1) == "" and pieces.gap(1, "Hello.") == " " and pieces.gap(1, "你好。") == ""
+    assert joined(pieces, ["你好。", "我很好！", "Thanks."]) == "你好。我很好！Thanks."
     assert joined(plain("你好。 我", language="zh"), ["Hi.", "I"]) == "Hi. I"
 
 
@@ -145,5 +147,5 @@ def test_long_lines_are_split_between_sentences_or_words() -> None:
 
 
 def test_splitting_does_not_import_jax() -> None:
-    code = "import sys, transformer_jax.serving.text; sys.exit('jax' in sys.modules)"
+    code = "import sys, transformer_jax.translation.sentences; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,112 @@
+"""A query in progress and its response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer_jax import Translation
+from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.schema import (
+    Answer,
+    Detected,
+    Query,
+    SentenceEvent,
+    SentenceResponse,
+)
+from transformer_jax.translation.plan import Plan
+from transformer_jax.translation.sentences import Joiner
+
+Task = asyncio.Task[list[Translation]]
+
+
+class PlannedText:
+    """A text of a query.
+
+    Attributes:
+      tasks: one for each part of the plan.
+    """
+
+    def __init__(self, plan: Plan, tasks: Sequence[Task]):
+        self.plan = plan
+        self.tasks = tasks
+
+    @property
+    def translations(self) -> list[list[Translation]]:
+        """The translations of each part, once all tasks are done."""
+        return [task.result() for task in self.tasks]
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A query in progress."""
+
+    query: Query
+    pair: Pair
+    texts: Sequence[PlannedText]
+
+    async def whole(self) -> Answer:
+        """Wait for the complete response."""
+        await asyncio.gather(*(task for text in self.texts for task in text.tasks))
+        return await asyncio.to_thread(self._answer)
+
+    async def by_sentence(self) -> AsyncGenerator[SentenceEvent | Answer]:
+        """Yield the sentences of a single text in order, then the complete response."""
+        [text] = self.texts
+        joiner = Joiner()
+        is_document = text.plan.document is not None
+        try:
+            for index, (part, task) in enumerate(zip(text.plan.parts, text.tasks)):
+                translations = await task
+                separator = joiner.add(part.before, part.source, translations[0].text)
+                yield SentenceEvent.of_ranked(
+                    translations,
+                    self.query.alternatives > 0,
+                    source=part.source,
+                    index=index,
+                    before="" if is_document else separator,
+                )
+            yield await asyncio.to_thread(self._answer)
+        finally:
+            for task in text.tasks:
+                task.cancel()
+
+    def _answer(self) -> Answer:
+        query = self.query
+        ranked = [
+            [translation.text for translation in text.plan.join_parts(text.translations)]
+            for text in self.texts
+        ]
+        answer = Answer(translatedText=self._one_or_all([texts[0] for texts in ranked]))
+        answer.unmet = self._unmet_terms() or None
+        if query.alternatives:
+            answer.alternatives = self._one_or_all(
+                [list(dict.fromkeys(texts))[1:] for texts in ranked]
+            )
+        if query.source.lower() == "auto":
+            detected = Detected(language=self.pair.source, confidence=100)
+            answer.detectedLanguage = self._one_or_all([detected] * len(self.texts))
+        if query.details or query.attention:
+            answer.sentences = [self._sentences(text) for text in self.texts]
+        return answer
+
+    def _one_or_all(self, values: list[Any]) -> Any:
+        """Return the value of a single text, or the values of a list of texts."""
+        return values[0] if isinstance(self.query.q, str) else values
+
+    def _unmet_terms(self) -> list[str]:
+        terms = set[str]()
+        for text in self.texts:
+            for translations in text.translations:
+                terms.update(translations[0].unmet)
+        return sorted(terms)
+
+    def _sentences(self, text: PlannedText) -> list[SentenceResponse]:
+        return [
+            SentenceResponse.of_ranked(
+                translations, self.query.alternatives > 0, source=part.source
+            )
+            for part, translations in zip(text.plan.parts, text.translations)
+        ]

@@ -1,0 +1,51 @@
+"""Language pairs of the served models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from transformer_jax import UserError
+from transformer_jax.errors import short_repr
+from transformer_jax.serving.flags import Pair, folded
+from transformer_jax.serving.schema import Language
+
+# Language pairs in an error message.
+_MAX_SHOWN = 12
+
+
+class LanguagePairs:
+    """The language pairs that a service translates."""
+
+    def __init__(self, pairs: Iterable[Pair]):
+        self.pairs = list(pairs)
+        self._pairs_to = defaultdict[str, list[Pair]](list)
+        for pair in self.pairs:
+            self._pairs_to[folded(pair.target)].append(pair)
+
+    def find(self, source: str, target: str) -> Pair:
+        """Find the pair of two codes; ``source`` can be auto. Raises ``UserError`` if none or
+        several match.
+        """
+        pairs = self._pairs_to.get(folded(target), [])
+        if folded(source) != "auto":
+            pairs = [pair for pair in pairs if folded(pair.source) == folded(source)]
+        if len(pairs) == 1:
+            return pairs[0]
+        expected = "a source language because several match:" if pairs else "one of"
+        candidates = pairs or self.pairs
+        shown = ", ".join(map(str, candidates[:_MAX_SHOWN]))
+        if len(candidates) > _MAX_SHOWN:
+            shown += ", ... (GET /languages lists all)"
+        raise UserError(
+            f"source is {short_repr(source)} and target is {short_repr(target)}; "
+            f"expected {expected} {shown}."
+        )
+
+    def languages(self) -> list[Language]:
+        """List all languages, each with its target languages."""
+        targets = dict[str, list[str]]()
+        for source, target in self.pairs:
+            targets.setdefault(source, []).append(target)
+            targets.setdefault(target, [])
+        return [Language(code=code, name=code, targets=into) for code, into in targets.items()]

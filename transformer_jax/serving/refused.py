@@ -1,0 +1,35 @@
+"""The exception for requests that the service rejects."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+
+from transformer_jax.serving.schema import Error
+
+_HEADERS = {
+    413: {"Connection": "close"},  # the rest of the body is never read
+    503: {"Retry-After": "1"},
+}
+
+
+class Refused(HTTPException):
+    """Raised to reject a request that is too large or not allowed, or because the server is busy.
+
+    Attributes:
+      body: the response body.
+    """
+
+    def __init__(self, status: int, message: str, *, limit: int | None = None):
+        """``limit`` is the limit that the request exceeds, if any."""
+        super().__init__(status, message, _HEADERS.get(status))
+        self.body = Error(error=message, limit=limit)
+
+
+def refuse_above(limit: int, count: int, items: str) -> None:
+    """Raise ``Refused`` if a request has more than ``limit`` of these items."""
+    if count > limit:
+        raise Refused(
+            413,
+            f"The request has {count} {items}; expected at most {limit}. Split the request.",
+            limit=limit,
+        )

@@ -1,0 +1,382 @@
+"""From a request to sentences for the search, and from their hypotheses to its translations.
+
+::
+
+    request ──► lines ──► parts ──► segments ──► plan.sentences ──► search
+                                                                      │
+    translations ◄── lines ◄── parts ◄── segments ◄── plan.join ◄── hypotheses
+
+A *line* is the whole text or, in HTML and XML, the text of a block such as a paragraph. A *part* is
+a sentence of a line, or a line that is not divided; it has a ``Translation`` of its own. A
+*segment* is as much of a part as the model translates at once: all of it, unless it is too long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+
+from transformer_jax.decoding.lexical_constraints import term_table
+from transformer_jax.decoding.search import Hypothesis, Sentence
+from transformer_jax.errors import UserError, short_repr
+from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.alignment import Alignment, concatenated
+from transformer_jax.translation.glossary import Found, Glossary, unmet
+from transformer_jax.translation.markup import PLACEHOLDERS, Document
+from transformer_jax.translation.records import GlossaryTerms, Request, Translation, check_text
+from transformer_jax.translation.segments import Segment, cut
+from transformer_jax.translation.sentences import Divided, Joiner, divide, undivided
+
+logger = logging.getLogger(__name__)
+
+# Distance between the sampling seeds of a part's segments.
+_SEEDS = 1_000_003
+# Attention weights of a line, which grow quadratically.
+_MAX_WEIGHTS = 2**22
+
+
+@dataclass(frozen=True)
+class Part:
+    """A text with a ``Translation`` of its own: a sentence, or a line that is not divided."""
+
+    request: Request
+    """The text with its options; the first part of a text has the prefix."""
+    source: str
+    """The text without the tag that begins every part of a tagged text."""
+    before: str
+    """Text between the previous part of the line and this one, usually whitespace."""
+    segments: Sequence[Segment]
+    """None if the text is blank."""
+    sentences: Sequence[Sentence]
+    """One for each segment."""
+    after: str
+    """Text after the last segment, without a letter or digit."""
+    terms: Found
+    """Terms of the glossaries that occur in the text."""
+    needs_alignment: bool
+    """The translation needs an alignment, because the line has tags or placeholders."""
+    tokenizer: Tokenizer
+
+    def join(self, hypotheses: Sequence[Sequence[Hypothesis]]) -> list[Translation]:
+        """Return the part's translations, best first, from the hypotheses for its ``sentences``.
+        Joins the best hypotheses of all segments, then the second-best hypotheses, and so on while
+        every segment has one.
+
+        If the search finds none, the only translation is empty, with a warning and NaN scores.
+        """
+        if not all(hypotheses):
+            logger.warning(
+                "%s: the search found no translation; its output is empty.", self.request.name
+            )
+        ranked = [self._joined(best) for best in zip(*hypotheses)]
+        if not ranked:
+            score = math.nan if hypotheses else 0.0
+            ranked = [Translation(self.after, score, score, 0)]
+        if self.terms:
+            ranked = [dataclasses.replace(t, unmet=unmet(self.terms, t.text)) for t in ranked]
+            if ranked[0].unmet:
+                message = "%s: the translation lacks the glossary's terms for: %s."
+                logger.warning(message, self.request.name, ", ".join(ranked[0].unmet))
+        return ranked
+
+    def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
+        """Join hypotheses, one for each segment, into one translation."""
+        target = self.tokenizer.target
+        joiner = Joiner()
+        tokens = list[str]()
+        for segment, hypothesis in zip(self.segments, hypotheses):
+            joiner.add(segment.before, segment.text, target.decode(hypothesis.tokens))
+            tokens += [*target.tokens(hypothesis.tokens), "</s>"]
+        return Translation(
+            joiner.text + self.after,
+            # the mean keeps the best translation first
+            sum(hypothesis.score for hypothesis in hypotheses) / len(hypotheses),
+            sum(hypothesis.log_prob for hypothesis in hypotheses),
+            len(tokens),
+            tuple(tokens[:-1]),
+            tuple(chain.from_iterable(hypothesis.token_log_probs for hypothesis in hypotheses)),
+        )
+
+
+@dataclass(frozen=True)
+class Line:
+    """Parts of a text, and what stands after the last one."""
+
+    parts: Sequence[Part]
+    after: str = ""
+
+    def join(self, translations: Sequence[Translation]) -> Translation:
+        """Return the line's translation from those of its parts."""
+        joiner = Joiner()
+        for part, translation in zip(self.parts, translations, strict=True):
+            joiner.add(part.before, part.source, translation.text)
+        tokens = list[str]()
+        for translation in translations:
+            tokens += [*translation.tokens, "</s>"] * bool(translation.length)
+        alignments = [t.alignment for t in translations if t.tokens]
+        missing = chain.from_iterable(translation.unmet for translation in translations)
+        return Translation(
+            joiner.text + self.after,
+            sum(translation.score for translation in translations),
+            sum(translation.log_prob for translation in translations),
+            len(tokens),
+            tuple(tokens[:-1]),
+            tuple(chain.from_iterable(t.token_log_probs for t in translations)),
+            _concatenated(alignments),
+            tuple(dict.fromkeys(missing)),
+        )
+
+
+def _concatenated(alignments: Sequence[Alignment | None]) -> Alignment | None:
+    """Concatenate alignments, or return None if one is missing or the matrix would be too large."""
+    known = [alignment for alignment in alignments if alignment is not None]
+    if not known or len(known) < len(alignments):
+        return None
+    num_source = sum(len(alignment.source) for alignment in known)
+    num_target = sum(len(alignment.target) for alignment in known)
+    return concatenated(known) if num_source * num_target <= _MAX_WEIGHTS else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to translate a request.
+
+    Attributes:
+      document: the document whose lines these are; None: the text is one line.
+    """
+
+    request: Request
+    lines: Sequence[Line]
+    document: Document | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of all lines."""
+        return [part for line in self.lines for part in line.parts]
+
+    @property
+    def sentences(self) -> list[Sentence]:
+        """What to search: the sentences of all parts. None if the text is blank."""
+        return [sentence for part in self.parts for sentence in part.sentences]
+
+    def join(self, hypotheses: Sequence[Sequence[Hypothesis]]) -> list[Translation]:
+        """Return the translations of the request, best first, from hypotheses for ``sentences``."""
+        return self.join_parts(self.join_segments(hypotheses))
+
+    def join_segments(self, hypotheses: Sequence[Sequence[Hypothesis]]) -> list[list[Translation]]:
+        """Return the translations of each part from hypotheses for ``sentences``."""
+        following = iter(hypotheses)
+        return [part.join(list(islice(following, len(part.sentences)))) for part in self.parts]
+
+    def join_parts(self, translations: Sequence[Sequence[Translation]]) -> list[Translation]:
+        """Return the translations of the request, best first, from those of its ``parts``.
+
+        A part with fewer translations than others repeats its last one. The scores of several parts
+        are added.
+        """
+        if self.document is None and len(translations) == 1:
+            [line] = self.lines
+            [part] = line.parts
+            if not (part.before or line.after):
+                return list(translations[0])
+        count = max(map(len, translations), default=1)
+        return [self._joined(translations, rank) for rank in range(count)]
+
+    def _joined(self, translations: Sequence[Sequence[Translation]], rank: int) -> Translation:
+        chosen = iter([ranked[min(rank, len(ranked) - 1)] for ranked in translations])
+        lines = [line.join(list(islice(chosen, len(line.parts)))) for line in self.lines]
+        if self.document is None:
+            return lines[0]
+        missing = chain.from_iterable(line.unmet for line in lines)
+        return Translation(
+            self.document.joined(lines),
+            sum(line.score for line in lines),
+            sum(line.log_prob for line in lines),
+            0,
+            unmet=tuple(dict.fromkeys(missing)),
+        )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes plans for one model."""
+
+    tokenizer: Tokenizer
+    forbidden: frozenset[int]
+    """Target tokens that the search cannot generate, such as UNK."""
+    longest_source: int
+    """Maximum number of source tokens of a sentence, without EOS."""
+    longest_prefix: int
+    """Maximum number of target tokens of a prefix."""
+    can_have_terms: bool
+    """Whether the search supports glossaries."""
+
+    def glossary(self, terms: GlossaryTerms, name: str) -> Glossary:
+        """Tokenize a glossary once for many requests. ``name`` is for messages. Raises
+        ``UserError`` if a term is invalid.
+        """
+        if isinstance(terms, Glossary):
+            return terms
+        return Glossary(terms, self.tokenizer.target, name, self.forbidden)
+
+    def plan(
+        self,
+        request: Request,
+        glossary: Glossary,
+        num_hypotheses: int = 1,
+        *,
+        divided: bool | None = None,
+        language: str = "",
+        protect: Sequence[str] = PLACEHOLDERS,
+    ) -> Plan:
+        """Plan the translation of a request.
+
+        Args:
+          glossary: terms to which those of the request add.
+          num_hypotheses: number of translations of each part.
+          divided: whether to divide the text into sentences, each of which is translated alone.
+            None: a document is divided, and a line of plain text is one sentence.
+          language: language of the text, by whose rules sentences end (``sentences.divide``).
+            Default: the request's ``source_language``.
+          protect: see ``Document``.
+
+        Raises:
+          UserError: the text, the prefix, a language or the glossary is invalid.
+        """
+        check_text(request.text, request.name)
+        own_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
+        parts = _Parts(self, request, [glossary, own_glossary], max(1, num_hypotheses))
+        parts.language = language or request.source_language
+        is_document = request.format != "text"
+        if divided is None and not is_document:
+            blank = not request.text.strip()
+            return Plan(request, [Line([] if blank else [parts.make(request.text)])])
+        _, untagged = self.tokenizer.source.split_tag(request.text, ())
+        if untagged != request.text:
+            parts.tag = request.text.removesuffix(untagged.lstrip())
+        text = request.text.removeprefix(parts.tag)
+        if not is_document:
+            pieces = divide(text, language=parts.language) if divided else undivided(text)
+            return Plan(request, [parts.line(pieces)])
+        document = Document(text, request.format, self.tokenizer, protect=protect)
+        lines = list[Line]()
+        for line in document.lines:
+            pieces = undivided(line.text)
+            if divided is not False:
+                pieces = divide(line.text, language=parts.language, copy=False)
+            lines.append(parts.line(pieces, needs_alignment=bool(line.marks)))
+        return Plan(request, lines, document)
+
+
+class _Parts:
+    """Makes the parts of one request in order.
+
+    Attributes:
+      language: see ``Planner.plan``.
+      tag: text that begins every part.
+    """
+
+    def __init__(
+        self, planner: Planner, request: Request, glossaries: list[Glossary], num_hypotheses: int
+    ):
+        self.language = ""
+        self.tag = ""
+        self._planner = planner
+        self._request = request
+        self._glossaries = glossaries
+        self._num_hypotheses = num_hypotheses
+        self._first_source, self._first_target = request.first_ids(planner.tokenizer)
+        self._prefix = self._first_target + self._encoded_prefix()
+        self._text = request.prefix
+
+    def line(self, pieces: Divided, *, needs_alignment: bool = False) -> Line:
+        """Make a line of sentences."""
+        parts = [
+            self.make(sentence, before, needs_alignment)
+            for sentence, before in zip(pieces.sentences, pieces.before)
+        ]
+        return Line(parts, pieces.after)
+
+    def make(self, source: str, before: str = "", needs_alignment: bool = False) -> Part:
+        """Make the next part. Only the first has the request's prefix."""
+        tokenizer = self._planner.tokenizer
+        request = dataclasses.replace(self._request, text=self.tag + source, prefix=self._text)
+        segments, after = self._segments(request)
+        sentences = list[Sentence]()
+        for index, segment in enumerate(segments):
+            sentences.append(
+                Sentence(
+                    segment.tokens,
+                    self._prefix,
+                    seed=(max(1, request.number) + _SEEDS * index) % 2**32,
+                    wanted=self._num_hypotheses,
+                    terms=self._term_table(segment.text),
+                )
+            )
+            self._prefix = self._first_target  # the language begins every segment
+        self._text = ""
+        terms = self._terms(request.text)
+        return Part(
+            request, source, before, segments, sentences, after, terms, needs_alignment, tokenizer
+        )
+
+    def _segments(self, request: Request) -> tuple[Sequence[Segment], str]:
+        """Return the segments of a part, and the text after them."""
+        planner = self._planner
+        [tokens] = planner.tokenizer.source.encode([request.text], first=self._first_source)
+        if not tokens:
+            return [], ""
+        if len(tokens) <= planner.longest_source:
+            return [Segment(request.text, tokens)], ""
+        segments, after = cut(
+            request.text,
+            planner.longest_source,
+            planner.tokenizer,
+            self._first_source,
+            self.language,
+        )
+        message = "%s has %d tokens; the maximum is %d, so it is translated in %d segments."
+        logger.warning(message, request.name, len(tokens), planner.longest_source, len(segments))
+        return [segment for segment in segments if segment.tokens], after
+
+    def _encoded_prefix(self) -> list[int]:
+        """Return the token ids of the request's prefix, which is ignored if the text is blank."""
+        request = self._request
+        target = self._planner.tokenizer.target
+        check_text(request.prefix, f"{request.name}: prefix")
+        if not request.prefix or not request.text.strip():
+            return []
+        [prefix] = target.encode([request.prefix], first=())
+        name = f"{request.name}: prefix {short_repr(request.prefix)}"
+        if target.unk_id in prefix:
+            tokens = short_repr(" ".join(target.tokens(prefix)))
+            raise UserError(f"{name} has tokens outside the vocabulary ({tokens}); remove them.")
+        if len(prefix) > self._planner.longest_prefix:
+            raise UserError(
+                f"{name} has {len(prefix)} tokens; expected at most {self._planner.longest_prefix} "
+                "(decoding.max_extra_length, decoding.max_length - 1 or, with learned positions, "
+                "model.max_positions - 1)."
+            )
+        return prefix
+
+    def _terms(self, text: str) -> Found:
+        """Find the terms of the glossaries in a text."""
+        glossary, own_glossary = self._glossaries
+        return glossary.found_in(text, own_glossary)
+
+    def _term_table(self, text: str) -> np.ndarray | None:
+        terms = [[ids for _, ids in targets] for targets in self._terms(text).values()]
+        if not terms:
+            return None
+        if not self._planner.can_have_terms:
+            raise UserError(
+                "decoding.method is 'sample'; expected 'beam', because only beam search can use a "
+                "glossary."
+            )
+        return term_table(terms, f"{self._request.name}: glossary")

@@ -1,0 +1,163 @@
+"""Divides text into sentences, and joins their translations with the white space between them.
+
+sentencex knows the abbreviations and end marks of some 300 languages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import sentencex
+
+from transformer_jax.translation.scripts import CHINESE_JAPANESE
+
+_BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
+_LINE_BREAKS = re.compile(f"({_BREAK}+)")
+_SPACES = re.compile(r"\s+")
+_LETTER_OR_DIGIT = re.compile(r"[^\W_]")
+_VISIBLE = re.compile(r"\S")
+# sentencex panics on unpaired surrogates and on some multi-byte whitespace.
+_UNSAFE = re.compile(rf"{_BREAK}|[\ud800-\udfff]|[^\S\x00-\x7f]")
+# The end of a text whose last letter is Chinese or Japanese (or a text of only CJK punctuation).
+_UNSPACED_END = re.compile(rf"[{CHINESE_JAPANESE}]\W*$")
+# sentencex knows two-letter codes; NLLB's have three. Other languages have no rules of their own.
+_CODES = (
+    "amh:am bak:ba bul:bg cat:ca ces:cs dan:da deu:de ell:el fin:fi fra:fr glg:gl grn:gn hat:ht "
+    "hye:hy ita:it kaz:kk lim:li lin:ln ltz:lb nld:nl oci:oc pol:pl por:pt rus:ru slk:sk spa:es "
+    "tam:ta tat:tt ukr:uk wol:wo"
+)
+_TWO_LETTERS = dict(code.split(":") for code in _CODES.split())
+# sentencex takes quadratic time on some texts.
+_WINDOW = 2000
+
+
+class Divided(NamedTuple):
+    """A text divided into sentences."""
+
+    sentences: list[str]
+    """Sentences to translate, without line breaks or surrounding whitespace."""
+    before: list[str]
+    """Text before each sentence."""
+    after: str
+    """Text after the last sentence; the whole text if it has no sentences."""
+
+
+def divide(text: str, *, language: str = "", copy: bool = True) -> Divided:
+    """Divide a text into sentences. An unknown ``language`` code is treated as English; codes such
+    as de, de-AT, de_DE and deu_Latn are German.
+
+    Lines are divided separately. Parts without a letter or digit are not sentences: they belong to
+    the text between sentences or, if ``copy`` is false, to the sentence after them or before them.
+    Unpaired surrogates are kept, so check texts first.
+    """
+    language = re.split("[-_]", language.lower())[0]
+    language = _TWO_LETTERS.get(language, language)
+    units = (unit for line in _LINE_BREAKS.split(text) for unit in _units(line, language))
+    if copy:
+        return _collected(units, _LETTER_OR_DIGIT)
+    return _collected(_with_letters(units), _VISIBLE)
+
+
+def undivided(text: str) -> Divided:
+    """Return a text as one sentence, whose line breaks become spaces."""
+    return _collected([text], _VISIBLE)
+
+
+def _collected(units: Iterable[str], wanted: re.Pattern[str]) -> Divided:
+    """Collect the units that have a ``wanted`` character as sentences."""
+    sentences = list[str]()
+    before = list[str]()
+    between = ""
+    for unit in units:
+        sentence = unit.strip()
+        if not wanted.search(sentence):
+            between += unit
+            continue
+        start, end = unit.split(sentence, 1)
+        before.append(between + start)
+        sentences.append(_SPACES.sub(_without_break, sentence))
+        between = end
+    return Divided(sentences, before, between)
+
+
+def _with_letters(units: Iterable[str]) -> Iterator[str]:
+    """Merge units without a letter or digit into the unit after them, or the last one."""
+    unit = ""
+    pending = ""
+    for following in units:
+        pending += following
+        if _LETTER_OR_DIGIT.search(following):
+            yield unit
+            unit = pending
+            pending = ""
+    yield unit + pending
+
+
+def _units(line: str, language: str) -> Iterator[str]:
+    """Yield the sentences of a line with surrounding whitespace. A sentence of more than 1,000
+    characters may be cut between words.
+    """
+    safe = _UNSAFE.sub(" ", line)
+    start = 0
+    while start < len(safe):
+        units = _segment(language, safe[start : start + _WINDOW])
+        if start + _WINDOW < len(safe):
+            *units, last = units
+            if len(last) > _WINDOW // 2:  # otherwise it starts the next window
+                units.append(last[: last.rfind(" ", -_WINDOW // 2) + 1 or None])
+        for unit in units:
+            yield line[start : start + len(unit)]
+            start += len(unit)
+
+
+def _segment(language: str, text: str) -> list[str]:
+    try:
+        return list(sentencex.segment(language, text))
+    except BaseException as error:  # a Rust panic is not an Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        return [text]
+
+
+def _without_break(spaces: re.Match[str]) -> str:
+    return " " if _LINE_BREAKS.search(spaces[0]) else spaces[0]
+
+
+class Joiner:
+    """Joins the translations of consecutive sentences.
+
+    White space between sentences stays as it was, with one exception: a single space, or none,
+    becomes what the target script needs (none after Chinese or Japanese), unless the translation
+    before it equals its source.
+
+    Attributes:
+      text: the translations so far.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._source = ""
+        self._translation = ""
+
+    def add(self, before: str, source: str, translation: str) -> str:
+        """Add the translation of a sentence. ``before`` is the source text between it and the
+        previous sentence. Returns the separator that precedes the translation.
+        """
+        separator = self._separator(before, translation)
+        self.text += separator + translation
+        self._source = source
+        if translation or separator:
+            self._translation = translation
+        return separator
+
+    def _separator(self, before: str, translation: str) -> str:
+        if before not in ("", " ") or self._translation == self._source:
+            return before
+        return space_after(self._translation) if translation else ""
+
+
+def space_after(translation: str) -> str:
+    """Return the separator after a translation: a space, or nothing after Chinese or Japanese."""
+    return "" if not translation or _UNSPACED_END.search(translation) else " "
