@@ -75,10 +75,7 @@ class Answering:
 
     def _answer(self) -> Answer:
         query = self.query
-        ranked = [
-            [translation.text for translation in text.plan.join_parts(text.translations)]
-            for text in self.texts
-        ]
+        ranked = [self._ranked(text) for text in self.texts]
         answer = Answer(translatedText=self._one_or_all([texts[0] for texts in ranked]))
         answer.unmet = self._unmet_terms() or None
         if query.alternatives:
@@ -91,6 +88,11 @@ class Answering:
         if query.details or query.attention:
             answer.sentences = [self._sentences(text) for text in self.texts]
         return answer
+
+    def _ranked(self, text: PlannedText) -> list[str]:
+        """Return the translations of a text, best first."""
+        translations = text.plan.join_parts(text.translations)
+        return [translation.text for translation in translations[: 1 + self.query.alternatives]]
 
     def _one_or_all(self, values: list[Any]) -> Any:
         """Return the value of a single text, or the values of a list of texts."""

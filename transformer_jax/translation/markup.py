@@ -49,7 +49,7 @@ _DENSE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3031-\u30ff\u340
 _SIGNS = r"!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u205e\u3001-\u3003\u3008-\u3020\uff01-\uff20"
 _UNIT = re.compile(rf"[{_DENSE}{_SIGNS}]|[^\s{_DENSE}{_SIGNS}]+")
 # Limits of a line, whose matrix of weights is quadratic.
-_CHUNK = re.compile(r".{1,1000}(?!\S)\s*|.{1,1000}", re.DOTALL)
+_CHUNK = re.compile(r".{1,20000}(?!\S)\s*|.{1,20000}", re.DOTALL)
 _MOST_ITEMS = 200
 # Attention of a copied placeholder to itself; penalty for a word of another element.
 _COPIED, _NEVER = 1e3, 1e9

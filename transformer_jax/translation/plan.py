@@ -253,6 +253,13 @@ class Planner:
         own_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
         parts = _Parts(self, request, [glossary, own_glossary], max(1, num_hypotheses))
         parts.language = language or request.source_language
+        plan = self._divided(parts, request, divided, protect)
+        parts.warn_of_long_parts()
+        return plan
+
+    def _divided(
+        self, parts: _Parts, request: Request, divided: bool | None, protect: Sequence[str]
+    ) -> Plan:
         is_document = request.format != "text"
         if divided is None and not is_document:
             blank = not request.text.strip()
@@ -294,6 +301,7 @@ class _Parts:
         self._first_source, self._first_target = request.first_ids(planner.tokenizer)
         self._prefix = self._first_target + self._encoded_prefix()
         self._text = request.prefix
+        self._long_parts = list[tuple[int, int]]()
 
     def line(self, pieces: Divided, *, needs_alignment: bool = False) -> Line:
         """Make a line of sentences."""
@@ -326,6 +334,18 @@ class _Parts:
             request, source, before, segments, sentences, after, terms, needs_alignment, tokenizer
         )
 
+    def warn_of_long_parts(self) -> None:
+        """Say in one message which parts are translated in segments."""
+        name = self._request.name
+        longest = self._planner.longest_source
+        if len(self._long_parts) == 1:
+            num_tokens, num_segments = self._long_parts[0]
+            message = "%s has %d tokens; the maximum is %d, so it is translated in %d segments."
+            logger.warning(message, name, num_tokens, longest, num_segments)
+        elif self._long_parts:
+            message = "%s has %d sentences of more than %d tokens, which are cut into segments."
+            logger.warning(message, name, len(self._long_parts), longest)
+
     def _segments(self, request: Request) -> tuple[Sequence[Segment], str]:
         """Return the segments of a part, and the text after them."""
         planner = self._planner
@@ -341,8 +361,7 @@ class _Parts:
             self._first_source,
             self.language,
         )
-        message = "%s has %d tokens; the maximum is %d, so it is translated in %d segments."
-        logger.warning(message, request.name, len(tokens), planner.longest_source, len(segments))
+        self._long_parts.append((len(tokens), len(segments)))
         return [segment for segment in segments if segment.tokens], after
 
     def _encoded_prefix(self) -> list[int]:
