@@ -1,4 +1,4 @@
-"""Code layout of docs/design.md: import order, branches, short files, few files beside folders."""
+"""Code layout of docs/design.md: import order, branches, short files, plain lines, unique names."""
 
 import ast
 import graphlib
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -112,6 +113,29 @@ TRUNK = [
 # Folders that import the trunk and their own files; nothing else imports them.
 BRANCHES = {"export", "parsing", "report", "serving"}
 
+# Names without a meaning of their own. Write what the value is: ``files``, not ``found``.
+PRONOUNS = {
+    *("found", "its", "said", "theirs", "ours", "kept", "most", "them", "this", "those", "other"),
+    *("others", "one", "same", "told", "asked", "given", "whole", "rest", "gone"),
+}
+# Packed assignments and pronoun names per 100 lines of code in each folder of the package.
+PLAIN = 0.4, 0.3
+# Names that several classes or public functions have: shorten this list, never extend it.
+REPEATED_NAMES = {"main", "Arguments", "checked_flags", "local_copy", "supports"}
+REPEATED_NAMES |= {"Line", "Progress", "Rows"}
+# Folders that are not plain yet: lower these limits, never raise them.
+NOT_PLAIN_YET = {
+    "decoding": (1.7, 1.3),
+    "export": (1.6, 2.1),
+    "pretrained": (1.9, 4.0),
+    "runs": (2.7, 0.7),
+    "serving": (2.3, 3.2),
+    "settings": (1.0, 0.6),
+    "storage": (0.6, 1.3),
+    "tokenization": (2.2, 2.6),
+    "training": (2.2, 0.7),
+    "translation": (3.0, 4.3),
+}
 # Exceptions from the limits below: shorten these lists, never extend them.
 LONG_FILES = {"transformer_jax/settings/config.py"}
 LONG_FUNCTIONS: set[str] = set()
@@ -242,6 +266,94 @@ def test_functions_have_at_most_8_parameters() -> None:
             named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
             own = [each for each in named if each.arg not in ("self", "cls")]
             assert len(own) <= 8, f"{name}.{function.name}"
+
+
+def code_lines(tree: ast.Module, text: str) -> int:
+    """Number of lines that are not blank, a comment or part of a docstring."""
+    documentation: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                    end = statement.end_lineno or statement.lineno
+                    documentation.update(range(statement.lineno, end + 1))
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in documentation
+        for number, line in enumerate(text.splitlines(), 1)
+    )
+
+
+def is_packed_assignment(node: ast.AST) -> bool:
+    """Whether one statement assigns several values that are not one thing: ``a, b = x, y``.
+
+    Unpacking a single value and swapping variables do not count.
+    """
+    if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)):
+        return False
+    if not isinstance(node.value, ast.Tuple):
+        return False
+    names = {ast.unparse(name) for name in node.targets[0].elts}
+    return names != {ast.unparse(value) for value in node.value.elts}
+
+
+def pronouns_stored(node: ast.AST) -> list[str]:
+    """The pronoun, if this node assigns to a variable or declares a parameter of that name."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        name = node.id
+    else:
+        name = node.arg if isinstance(node, ast.arg) else ""
+    return [name] if name in PRONOUNS else []
+
+
+def test_packed_assignments_and_pronoun_names_are_rare() -> None:
+    num_lines = Counter[str]()
+    packed: dict[str, list[str]] = {}
+    pronouns: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "transformer_jax").rglob("*.py")):
+        relative = file.relative_to(ROOT / "transformer_jax")
+        folder = relative.parts[0] if len(relative.parts) > 1 else ""
+        text = file.read_text()
+        tree = ast.parse(text)
+        num_lines[folder] += code_lines(tree, text)
+        for node in ast.walk(tree):
+            if is_packed_assignment(node):
+                place = f"{relative}:{node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]
+                packed.setdefault(folder, []).append(place)
+            for name in pronouns_stored(node):
+                place = f"{relative}:{node.lineno}: {name}"  # type: ignore[attr-defined]
+                pronouns.setdefault(folder, []).append(place)
+    for folder, count in num_lines.items():
+        limits = NOT_PLAIN_YET.get(folder, PLAIN)
+        advice = (
+            ("packed assignments", "Write one assignment a line", packed),
+            ("names that are pronouns", "Name what the value is", pronouns),
+        )
+        for limit, (kind, remedy, places) in zip(limits, advice):
+            rate = 100 * len(places.get(folder, [])) / count
+            assert rate <= limit, "\n".join(
+                [
+                    f"transformer_jax/{folder} has {rate:.2f} {kind} per 100 lines of code; "
+                    f"expected at most {limit}. {remedy}:",
+                    *places.get(folder, []),
+                ]
+            )
+
+
+def test_a_name_means_one_class_or_function() -> None:
+    definitions: dict[str, list[str]] = {}
+    for module, tree in modules("transformer_jax").items():
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        public = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        ]
+        for definition in [*classes, *public]:
+            definitions.setdefault(definition.name, []).append(module)
+    repeated = {name: places for name, places in definitions.items() if len(places) > 1}
+    unexpected = {name: repeated[name] for name in repeated.keys() - REPEATED_NAMES}
+    assert not unexpected, "several modules define the same name; rename all but one"
+    assert not REPEATED_NAMES - repeated.keys(), "remove these names from REPEATED_NAMES"
 
 
 HELP = """

@@ -11,7 +11,7 @@ from transformer_jax.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
-class Score:
+class CorpusScore:
     """A corpus-level score. Prints in sacreBLEU's format, including the signature."""
 
     name: str
@@ -31,8 +31,8 @@ class Score:
 class Evaluation:
     """Scores of translations against their references."""
 
-    bleu: Score
-    chrf: Score
+    bleu: CorpusScore
+    chrf: CorpusScore
     exact_match: float
     """Fraction of lines that equal their reference, from 0 to 1."""
 
@@ -47,13 +47,15 @@ def evaluate(
 
     Takes the same arguments and raises the same errors as ``bleu``.
     """
-    texts = hypotheses, references
-    scores = bleu(*texts, tokenize=tokenize), chrf(*texts)
-    equal = sum(ours == theirs for ours, theirs in zip(*texts)) / len(references)
-    return Evaluation(*scores, equal)
+    bleu_score = bleu(hypotheses, references, tokenize=tokenize)
+    chrf_score = chrf(hypotheses, references)
+    matches = sum(hypothesis == reference for hypothesis, reference in zip(hypotheses, references))
+    return Evaluation(bleu_score, chrf_score, matches / len(references))
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a") -> Score:
+def bleu(
+    hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a"
+) -> CorpusScore:
     """Compute corpus BLEU (Papineni et al., 2002), cased, on detokenized text.
 
     ``tokenize``: one of sacreBLEU's tokenizers; ``"none"`` for text that is already tokenized.
@@ -65,7 +67,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
     return _corpus_score(bleu_metric(tokenize), hypotheses, references)
 
 
-def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
+def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> CorpusScore:
     """Compute corpus chrF2 (Popović, 2015): character n-grams up to length 6, beta = 2.
 
     Raises:
@@ -76,7 +78,7 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
 
 def _corpus_score(
     metric: BLEU | CHRF, hypotheses: Sequence[str], references: Sequence[str]
-) -> Score:
+) -> CorpusScore:
     if isinstance(references, str) or len(hypotheses) != len(references) or not references:
         raise UserError(
             f"{len(hypotheses)} lines to score and {len(references)} reference lines; "
@@ -84,7 +86,7 @@ def _corpus_score(
         )
     result = metric.corpus_score(hypotheses, [references])
     details = str(result).split(" ")[3:]  # after "BLEU = 41.02"
-    return Score(result.name, result.score, str(metric.get_signature()), " ".join(details))
+    return CorpusScore(result.name, result.score, str(metric.get_signature()), " ".join(details))
 
 
 def bleu_metric(tokenize: str) -> BLEU:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 
-from transformer_jax import Config, DecodingConfig, PairsConfig, Translator, UserError
+from transformer_jax import Config, DecodingConfig, ModelConfig, PairsConfig, Translator, UserError
 from transformer_jax.report import __main__ as program
 from transformer_jax.report import attention, facts, heat_maps
 from transformer_jax.report import page as page_module
@@ -205,7 +205,7 @@ def test_settings_are_in_the_column_of_their_run_and_the_default_is_last(tmp_pat
 def test_a_setting_differs_if_any_run_has_another_value(count):
     default = Config().seed
     for seeds in product((default, default + 1), repeat=count):
-        tables = facts.settings([dataclasses.replace(Config(), seed=seed) for seed in seeds])
+        tables = facts.setting_tables([dataclasses.replace(Config(), seed=seed) for seed in seeds])
         [title] = [title for title, table in tables.items() if "seed" in {row[0] for row in table}]
         chosen = "Changed from the default" if seeds[0] != default else "Default"
         assert title == ("Different between runs" if len({*seeds}) > 1 else chosen)
@@ -411,12 +411,13 @@ def test_a_run_without_an_end_is_unfinished(tmp_path, stopped_by):
 
 def test_text_limits_of_attention_are_inclusive(monkeypatch):
     """1,024 tokens, EOS included, are allowed; 1,025 are not."""
-    assert attention._padded("text", [5] * 1023, 1024).shape == (1, 1024)
+    config = ModelConfig()
+    assert attention._padded("text", [5] * 1023, config).shape == (1, 1024)
     with pytest.raises(
         UserError, match="text has 1025 tokens, EOS included; expected at most 1024"
     ):
-        attention._padded("text", [5] * 1024, 1024)
-    padded = np.asarray(attention._padded("text", [5] * 64, 1024))
+        attention._padded("text", [5] * 1024, config)
+    padded = np.asarray(attention._padded("text", [5] * 64, config))
     assert padded.shape == (1, 128) and padded[0, 63:66].tolist() == [5, 2, 0]
 
 

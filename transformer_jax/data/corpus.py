@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from transformer_jax.data.sources import ParallelText
-from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
+from transformer_jax.data.tokenize import TokenizeJob, concatenate, tokenized
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import DataConfig, PairsConfig
 from transformer_jax.storage.files import MANIFEST, checksums, remove_folder
@@ -88,7 +88,7 @@ class Corpus:
         """Build a corpus in memory from token ids. EOS is added to each sequence."""
         sides = []
         for lists in (sources, targets):
-            tokens, lengths = flatten(lists, np.dtype(np.int32), eos_id)
+            tokens, lengths = concatenate(lists, np.dtype(np.int32), eos_id)
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             sides.append(Sequences(tokens, offsets))
         return cls("", tuple(sides), len(sources))

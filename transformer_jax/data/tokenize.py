@@ -85,7 +85,7 @@ class TokenizeJob:
             seed = int.from_bytes(digest[:4], "little")
             lines = [pair[i] for pair in pairs]
             tokens = side.encode(lines, sampling=self.sampling, seed=seed)
-            sides.append(flatten(tokens, self.dtypes()[i], side.eos_id))
+            sides.append(concatenate(tokens, self.dtypes()[i], side.eos_id))
             encoded.append(tokens)
         lengths_2N = np.stack([lengths for _, lengths in sides])
         max_lengths_2 = np.array([self.data.max_source_length, self.data.max_target_length])
@@ -103,7 +103,7 @@ class TokenizeJob:
         return TokenizedChunk(filtered, len(pairs))
 
 
-def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int) -> Flat:
+def concatenate(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int) -> Flat:
     """Append EOS to each sequence and concatenate them. Returns the tokens and int32 lengths."""
     sequences = list(sequences)
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)

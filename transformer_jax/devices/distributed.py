@@ -43,7 +43,8 @@ def start(settings: Processes) -> None:
         not respond, no device of the type in JAX_PLATFORMS, or only a CPU although a JAX plugin is
         installed.
     """
-    timeout, address = settings.start_timeout, settings.coordinator_address
+    timeout = settings.start_timeout
+    address = settings.coordinator_address
     explicit = address, settings.num_processes, settings.process_id
     if explicit == (None, None, None) and not settings.distributed:
         find_devices()
@@ -68,16 +69,23 @@ def start(settings: Processes) -> None:
                 "--coordinator-address, --num-processes and --process-id."
             ) from None
         find_devices()  # waits for the devices of all processes
-    counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
+    number = jax.process_index()
+    count = jax.process_count()
     plugins = [plugin.name for plugin in entry_points(group="jax_plugins")]
     if plugins and jax.default_backend() == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         raise UserError(
-            f"Process {counts[0]} of {counts[1]} found only a CPU, although the JAX plugin "
+            f"Process {number} of {count} found only a CPU, although the JAX plugin "
             f"{', '.join(plugins)} is installed; expected a device for each process. Start at most "
             "one process for each device (nvidia-smi lists NVIDIA GPUs, CUDA_VISIBLE_DEVICES hides "
             "some), or set JAX_PLATFORMS=cpu to train on CPUs."
         )
-    log.info("Process %d of %d; %d of %d devices.", *counts)
+    log.info(
+        "Process %d of %d; %d of %d devices.",
+        number,
+        count,
+        jax.local_device_count(),
+        jax.device_count(),
+    )
 
 
 @contextmanager
@@ -114,12 +122,14 @@ def allgather(value: Any) -> list[Any]:
     """Gather a JSON-serializable value from every process, ordered by process id."""
     if jax.process_count() == 1:
         return [value]
-    number, client, own = next(_numbers), _client(), f"{jax.process_index():09d}"
+    number = next(_numbers)
+    client = _client()
+    process = f"{jax.process_index():09d}"
     folder = f"transformer_jax/{number}"
-    client.key_value_set(f"{folder}/{own}", json.dumps(value))
+    client.key_value_set(f"{folder}/{process}", json.dumps(value))
     client.wait_at_barrier(folder, _PREPARING_MILLISECONDS)
     # Every process is here, so all have read the previous values.
-    client.key_value_delete(f"transformer_jax/{number - 1}/{own}")
+    client.key_value_delete(f"transformer_jax/{number - 1}/{process}")
     return [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
 
 
@@ -161,13 +171,15 @@ def check_agreement(values: dict[str, Any]) -> None:
     The message lists the differences between the first process that differs and process 0.
     """
     values = json.loads(json.dumps(values))  # as after transmission: tuples become lists
-    expected, *others = allgather(values)
-    for number, found in enumerate(others, start=1):
-        if differences := [
-            f"\n  {name} is {found.get(name)!r}, but {expected.get(name)!r} in process 0"
-            for name in sorted(found.keys() | expected.keys())
-            if found.get(name) != expected.get(name)
-        ]:
+    by_process = allgather(values)
+    expected = by_process[0]
+    for number, actual in enumerate(by_process):
+        differences = [
+            f"\n  {name} is {actual.get(name)!r}, but {expected.get(name)!r} in process 0"
+            for name in sorted(actual.keys() | expected.keys())
+            if actual.get(name) != expected.get(name)
+        ]
+        if differences:
             raise UserError(
                 "The processes of this run have different settings or data; start all of them "
                 f"with the same command and the same files. Process {number} differs:"

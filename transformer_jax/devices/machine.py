@@ -25,8 +25,9 @@ def num_cores() -> int:
 def cpu_flags() -> frozenset[str]:
     """Return the CPU's instruction set extensions, as Linux names them, such as ``avx512_bf16``."""
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return frozenset(next((x for x in lines if x.startswith("flags")), "").split()[2:])
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split()[2:])  # after "flags" and ":"
     return frozenset()
 
 
@@ -40,9 +41,10 @@ def find_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError if no plugin is installed
-        asked = jax.config.jax_platforms  # type: ignore[attr-defined]
+        platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
         raise UserError(
-            f"JAX_PLATFORMS is {asked!r}, but JAX cannot find such a device: {one_line(error)}. "
+            f"JAX_PLATFORMS is {platforms!r}, but JAX cannot find such a device: "
+            f"{one_line(error)}. "
             "Install the device's driver (nvidia-smi lists NVIDIA GPUs) and JAX's plugin (pip "
             "install 'jax[cuda13]' or 'jax[tpu]'). Start at most one process for each device. To "
             "run on the CPU, set JAX_PLATFORMS=cpu or unset it."

@@ -48,9 +48,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     neighbors in the mesh next to each other in the hardware.
     """
     devices = find_devices() if devices is None else devices
-    others = config.fsdp * config.tensor
-    data = len(devices) // others if config.data == -1 else config.data
-    if data * others != len(devices):
+    devices_per_replica = config.fsdp * config.tensor
+    data = len(devices) // devices_per_replica if config.data == -1 else config.data
+    if data * devices_per_replica != len(devices):
         raise UserError(
             f"mesh.data x mesh.fsdp x mesh.tensor is {config.data} x {config.fsdp} x "
             f"{config.tensor}; expected a product of {len(devices)}, the number of devices "
@@ -65,7 +65,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
     shape = (data // len(slices), config.fsdp, config.tensor)
     try:
-        grids = [create_device_mesh(shape, each, allow_split_physical_axes=True) for each in slices]
+        grids = [
+            create_device_mesh(shape, slice_devices, allow_split_physical_axes=True)
+            for slice_devices in slices
+        ]
     except (NotImplementedError, AssertionError):  # raised for TPUs
         raise UserError(
             f"mesh.data x mesh.fsdp x mesh.tensor is {' x '.join(map(str, shape))} in a slice of "
@@ -125,11 +128,11 @@ def all_gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     Embeddings are converted back to float32, so their gradients are float32 sums.
     """
 
-    def gather(name: str, parameter: Array, kept: NamedSharding) -> Array:
-        if mesh.shape["fsdp"] == 1 or "fsdp" not in kept.spec:
+    def gather(name: str, parameter: Array, sharding: NamedSharding) -> Array:
+        if mesh.shape["fsdp"] == 1 or "fsdp" not in sharding.spec:
             return parameter
-        shard = jax.lax.with_sharding_constraint(parameter.astype(dtype), kept)
-        x = jax.lax.with_sharding_constraint(shard, _without_fsdp(kept))
+        shard = jax.lax.with_sharding_constraint(parameter.astype(dtype), sharding)
+        x = jax.lax.with_sharding_constraint(shard, _without_fsdp(sharding))
         return x.astype(jnp.float32) if name.endswith("matrix") else x
 
     return map_named(gather, parameters, state_shardings(parameters, mesh))
@@ -142,9 +145,9 @@ def unshard_embeddings(parameters: Any, mesh: Mesh) -> Any:
     place.
     """
 
-    def constrain(name: str, x: Array, kept: NamedSharding) -> Array:
+    def constrain(name: str, x: Array, sharding: NamedSharding) -> Array:
         if mesh.size > 1 and name.endswith("matrix"):
-            x = jax.lax.with_sharding_constraint(x, _without_fsdp(kept))
+            x = jax.lax.with_sharding_constraint(x, _without_fsdp(sharding))
         return x
 
     return map_named(constrain, parameters, state_shardings(parameters, mesh))

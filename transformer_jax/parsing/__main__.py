@@ -48,20 +48,21 @@ class Prepare:
             raise UserError(
                 f"No trees found in {' '.join(self.trees)}; expected trees in Penn format."
             )
-        stem, sources = Path(self.output), [parse.words for parse in parses]
+        stem = Path(self.output)
+        sources = [with_numbers(parse.words) if self.numbered else parse.words for parse in parses]
         outputs = {
-            "words": [" ".join(with_numbers(x) if self.numbered else x) for x in sources],
+            "words": [" ".join(tokens) for tokens in sources],
             "sequences": [parse.sequence(numbered=self.numbered) for parse in parses],
-            "mrg": map(str, parses),
+            "mrg": [str(parse) for parse in parses],
         }
         for ending in outputs:
             check_not_input(f"{stem}.{ending}", *self.trees)
         stem.parent.mkdir(parents=True, exist_ok=True)
         for ending, lines in outputs.items():
             write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
-        num_words = sum(map(len, sources))
-        said = f"{stem}.words, .sequences and .mrg: {len(parses)} trees with {num_words} words."
-        print(said, file=sys.stderr)
+        num_words = sum(len(parse.words) for parse in parses)
+        message = f"{stem}.words, .sequences and .mrg: {len(parses)} trees with {num_words} words."
+        print(message, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Restore:
 
     def run(self) -> None:
         """Write the trees, and a summary to stderr."""
-        trees, malformed = list[str](), 0
+        trees = list[str]()
+        malformed = 0
         for words, sequence in zip_longest(read_lines(self.words), read_lines(self.sequences)):
             if words is None or sequence is None:
                 short = self.words if words is None else self.sequences

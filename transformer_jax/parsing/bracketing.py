@@ -22,7 +22,7 @@ class BracketScore(NamedTuple):
     """Number of constituents in the gold trees."""
     parsed: int
     """Number of constituents in the trees to score."""
-    exact: int
+    num_exact_sentences: int
     """Number of sentences in which all constituents match."""
     sentences: int
 
@@ -43,7 +43,7 @@ class BracketScore(NamedTuple):
 
     def __str__(self) -> str:
         """Format all scores on one line."""
-        exact = 100 * self.exact / max(self.sentences, 1)
+        exact = 100 * self.num_exact_sentences / max(self.sentences, 1)
         return (
             f"labeled bracket F1 = {self.f1:.2f} (precision {self.precision:.2f}, "
             f"recall {self.recall:.2f}, exact match {exact:.2f}%, {self.sentences} sentences)"
@@ -60,24 +60,29 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
     Raises:
         UserError: there are no sentences, or the two inputs differ in length or words.
     """
-    totals, golds, parsed = BracketScore(0, 0, 0, 0, 0), list(gold), list(parses)
-    for number, (right, parse) in enumerate(zip(golds, parsed), 1):
-        if right.words != parse.words:
+    gold_parses = list(gold)
+    scored_parses = list(parses)
+    matched = num_gold = num_parsed = num_exact = 0
+    for number, (gold_parse, parse) in enumerate(zip(gold_parses, scored_parses), 1):
+        if gold_parse.words != parse.words:
             raise UserError(
                 f"Tree {number}: the words are {' '.join(parse.words)!r}; expected the words of "
-                f"the gold tree, {' '.join(right.words)!r}."
+                f"the gold tree, {' '.join(gold_parse.words)!r}."
             )
-        a, b = _brackets(right.constituents, right.tags), _brackets(parse.constituents, right.tags)
-        found = (a & b).total(), a.total(), b.total(), int(a == b), 1
-        totals = BracketScore(*map(sum, zip(totals, found)))
-    if len(golds) != len(parsed):
+        gold_brackets = _brackets(gold_parse.constituents, gold_parse.tags)
+        brackets = _brackets(parse.constituents, gold_parse.tags)
+        matched += (gold_brackets & brackets).total()
+        num_gold += gold_brackets.total()
+        num_parsed += brackets.total()
+        num_exact += gold_brackets == brackets
+    if len(gold_parses) != len(scored_parses):
         raise UserError(
-            f"There are {len(golds)} gold trees and {len(parsed)} to score; expected the same "
-            "number of each."
+            f"There are {len(gold_parses)} gold trees and {len(scored_parses)} to score; expected "
+            "the same number of each."
         )
-    if not golds:
+    if not gold_parses:
         raise UserError("There are no gold trees; expected at least one, with a tree to score.")
-    return totals
+    return BracketScore(matched, num_gold, num_parsed, num_exact, len(gold_parses))
 
 
 def _brackets(constituents: Iterable[Constituent], tags: Iterable[str]) -> Counter[Constituent]:

@@ -58,14 +58,16 @@ class Parse(NamedTuple):
         return " ".join(self._tokens(words, named_ends=True))
 
     def _tokens(self, leaves: Sequence[str], *, named_ends: bool) -> Iterator[str]:
-        waiting, open_ = list(reversed(self.constituents)), list[Constituent]()
-        for place, leaf in enumerate([*leaves, ""]):
-            while open_ and open_[-1].end == place:
-                ended = open_.pop()
+        waiting = list(reversed(self.constituents))
+        open_constituents = list[Constituent]()
+        for position, leaf in enumerate([*leaves, ""]):
+            while open_constituents and open_constituents[-1].end == position:
+                ended = open_constituents.pop()
                 yield f"){ended.label}" if named_ends else ")"
-            while waiting and waiting[-1].start == place:
-                open_.append(waiting.pop())
-                yield f"({open_[-1].label}"
+            while waiting and waiting[-1].start == position:
+                started = waiting.pop()
+                open_constituents.append(started)
+                yield f"({started.label}"
             if leaf:
                 yield leaf
 
@@ -126,7 +128,8 @@ def read_parses(file: str | Path) -> Iterator[Parse]:
 def _read_trees(file: str | Path) -> Iterator[list[_Node]]:
     """Yield the nodes of each tree, in the order of their opening brackets."""
     line = num_words = 0
-    nodes, path = list[_Node](), list[_Node]()  # path: the nodes that are still open
+    nodes = list[_Node]()
+    path = list[_Node]()  # nodes that are still open
     for line, text in enumerate(read_lines(file), 1):
         for token in _TOKEN.findall(text):
             if token == "(":
@@ -137,7 +140,8 @@ def _read_trees(file: str | Path) -> Iterator[list[_Node]]:
                 continue
             if not path:
                 raise _not_a_tree(file, line, f"{token!r} outside all brackets")
-            node, has_children = path[-1], path[-1] is not nodes[-1]
+            node = path[-1]
+            has_children = node is not nodes[-1]
             if token == ")":
                 path.pop()
                 node.end = num_words
@@ -146,18 +150,19 @@ def _read_trees(file: str | Path) -> Iterator[list[_Node]]:
                     raise _not_a_tree(file, line, f"({node.label}) has no word and no constituent")
                 if not path:
                     yield nodes
-                    nodes, num_words = [], 0
+                    nodes = []
+                    num_words = 0
             elif node.word or has_children:
-                found = f"unexpected word {token!r} after a word or a constituent"
-                raise _not_a_tree(file, line, found)
+                problem = f"unexpected word {token!r} after a word or a constituent"
+                raise _not_a_tree(file, line, problem)
             elif node.label:
                 node.word = token
                 num_words += node.label != _EMPTY
             else:
                 node.label = token
     if path:
-        found = f"the tree that starts here lacks {len(path)} of its closing brackets"
-        raise _not_a_tree(file, path[0].line, found)
+        problem = f"the tree that starts here lacks {len(path)} of its closing brackets"
+        raise _not_a_tree(file, path[0].line, problem)
 
 
 def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
@@ -168,38 +173,43 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
     the innermost open constituent, regardless of its label. Surplus brackets and words are ignored.
     Missing words are added to the last constituent, and empty constituents are dropped.
     """
-    count, place = len(words), 0
-    nodes, path = list[_Node](), list[_Node]()  # path: the nodes that are still open
+    count = len(words)
+    position = 0
+    nodes = list[_Node]()
+    path = list[_Node]()  # nodes that are still open
     outer: _Node | None = None  # the last outermost node
     tokens = sequence.split()
     if any(map(_NUMBER.fullmatch, tokens)):
         tokens = [token for token in tokens if token[0] in "()" or _NUMBER.fullmatch(token)]
     for token in tokens:
         if token[0] not in "()":
-            place = min(place + 1, count)
+            position = min(position + 1, count)
         elif _BRACKET.match(token) is None:
             continue
         elif token[0] == "(":
-            path.append(_Node(place, label=token[1:]))
-            nodes.append(path[-1])
+            node = _Node(position, label=token[1:])
+            path.append(node)
+            nodes.append(node)
         elif path:
             node = path.pop()
-            node.end = place
-            outer = outer if path else node
-    if outer and not path and outer.end == place:
+            node.end = position
+            if not path:
+                outer = node
+    if outer and not path and outer.end == position:
         path = [outer]
     for node in path:
         node.end = count
-    spans = (Constituent(node.label, node.start, node.end) for node in nodes)
-    found = tuple(span for span in spans if span.start < span.end)
-    parse = Parse(tuple(words), (WORD,) * count, found)
+    constituents = tuple(
+        Constituent(node.label, node.start, node.end) for node in nodes if node.start < node.end
+    )
+    parse = Parse(tuple(words), (WORD,) * count, constituents)
     # Only a well-formed sequence is the same after a conversion to a tree and back.
-    given = [token if token[0] in "()" else WORD for token in tokens]
-    return parse, given == parse.sequence().split()
+    plain_tokens = [token if token[0] in "()" else WORD for token in tokens]
+    return parse, plain_tokens == parse.sequence().split()
 
 
-def _not_a_tree(file: str | Path, line: int, found: str) -> UserError:
+def _not_a_tree(file: str | Path, line: int, problem: str) -> UserError:
     return UserError(
-        f"{file}, line {line}: {found}; expected trees such as "
+        f"{file}, line {line}: {problem}; expected trees such as "
         "( (S (NP (DT the) (NN dog)) (VP (VBZ barks))) )."
     )

@@ -72,7 +72,8 @@ def sentence_attention(
     check_text(text, "The text")
     if not text.strip():
         raise UserError(f"text is {text!r}; expected a sentence.")
-    model, tokenizer = translator.model, translator.tokenizer
+    model = translator.model
+    tokenizer = translator.tokenizer
     if isinstance(model, Ensemble):
         raise UserError(
             f"The translator has {len(model.models)} models; expected one, because each model of "
@@ -82,16 +83,17 @@ def sentence_attention(
     source_1S = _padded("text", source, model.config)
     if target is None:
         [[translation]] = translator.stream([text])
-        found = tokenizer.target.ids(translation.tokens)
+        target_ids = tokenizer.target.ids(translation.tokens)
     else:
         check_text(target, "The text")
-        [found] = tokenizer.target.encode([target])
-    weights = _attention_weights(model, source_1S, _padded("target", found, model.config))
+        [target_ids] = tokenizer.target.encode([target])
+    weights = _attention_weights(model, source_1S, _padded("target", target_ids, model.config))
     encoder_NHSS, decoder_NHTT, cross_NHTS = (np.concatenate(layers) for layers in weights)
-    S, T = len(source) + 1, len(found) + 1
+    S = len(source) + 1
+    T = len(target_ids) + 1
     return SentenceAttention(
         (*tokenizer.source.tokens(source), "</s>"),
-        (*tokenizer.target.tokens(found), "</s>"),
+        (*tokenizer.target.tokens(target_ids), "</s>"),
         encoder_NHSS[..., :S, :S],
         decoder_NHTT[..., :T, :T],
         cross_NHTS[..., :T, :S],
@@ -129,7 +131,14 @@ def attention_maps(
       UserError: a layer or head is invalid, the weights have the wrong shape, or matplotlib is not
         installed.
     """
-    layers, heads = _selected(weights_NHTS, queries, keys, layers, heads)
+    shape = weights_NHTS.shape
+    if len(shape) != 4 or shape[2:] != (len(queries), len(keys)) or not weights_NHTS.size:
+        raise UserError(
+            f"weights_NHTS has shape {shape}; expected (layers, heads, {len(queries)}, "
+            f"{len(keys)}), for {len(queries)} queries and {len(keys)} keys."
+        )
+    layers = _indices("layer", layers, shape[0])
+    heads = _indices("head", heads, shape[1])
     largest = weights_NHTS[np.ix_(layers, heads)].max()
     width, height = (0.3 + _CELL * max(len(tokens), 6) for tokens in (keys, queries))
     with needs_extra("report"):
@@ -168,22 +177,15 @@ def save_picture(figure: Figure, output: str | Path) -> None:
             raise UserError(f"output is {str(output)!r}: {error}") from None
 
 
-def _selected(
-    weights_NHTS: np.ndarray, queries: Sequence[str], keys: Sequence[str], *numbers: Sequence[int]
-) -> list[list[int]]:
-    """Convert layer and head numbers, which start at 1, to indices. Default: all."""
-    shape = weights_NHTS.shape
-    if len(shape) != 4 or shape[2:] != (len(queries), len(keys)) or not weights_NHTS.size:
-        raise UserError(
-            f"weights_NHTS has shape {shape}; expected (layers, heads, {len(queries)}, "
-            f"{len(keys)}), for {len(queries)} queries and {len(keys)} keys."
-        )
-    found = []
-    for what, chosen, total in zip(("layer", "head"), numbers, shape):
-        for number in chosen:
-            if not 1 <= abs(number) <= total:
-                raise UserError(
-                    f"{what} is {number}; expected 1 to {total}, or -1 (the last) to -{total}."
-                )
-        found.append([n - 1 if n > 0 else total + n for n in chosen] or [*range(total)])
-    return found
+def _indices(name: str, numbers: Sequence[int], total: int) -> list[int]:
+    """Convert numbers of layers or heads, which start at 1, to indices. Default: all."""
+    if not numbers:
+        return list(range(total))
+    indices = []
+    for number in numbers:
+        if not 1 <= abs(number) <= total:
+            raise UserError(
+                f"{name} is {number}; expected 1 to {total}, or -1 (the last) to -{total}."
+            )
+        indices.append(number - 1 if number > 0 else total + number)
+    return indices

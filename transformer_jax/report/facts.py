@@ -10,14 +10,17 @@ from transformer_jax import Config
 from transformer_jax.report.runs import Run
 from transformer_jax.settings.config_files import flatten
 
-_SETTINGS = "Different between runs", "Changed from the default", "Default"
+_DIFFERENT = "Different between runs"
+_CHANGED = "Changed from the default"
+_DEFAULT = "Default"
 
 
-def results(run: Run) -> dict[str, str]:
+def result_texts(run: Run) -> dict[str, str]:
     """Return the best evaluation, and the latest value of every metric and summary field."""
     facts = {"status": run.status}
     for name, best in (("dev_loss", min), ("dev_bleu", max)):
-        if values := run.curve("dev", name)[1]:
+        _, values = run.curve("dev", name)
+        if values:
             facts[f"best {name}"] = _text(best(values))
     latest = run.latest()
     if time := latest.get("time"):
@@ -27,7 +30,7 @@ def results(run: Run) -> dict[str, str]:
     return facts | _texts({name: latest[name] for name in latest if name not in elsewhere})
 
 
-def environment(run: Run) -> dict[str, str]:
+def environment_texts(run: Run) -> dict[str, str]:
     """Return the hardware and versions recorded when the run last started."""
     return _texts(run.latest().get("environment", {}))
 
@@ -38,16 +41,21 @@ def by_label(columns: Sequence[dict[str, str]]) -> list[list[str]]:
     return [[label, *(column.get(label, "") for column in columns)] for label in labels]
 
 
-def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
+def setting_tables(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
     """Build tables of settings: name, value in each run, default. Settings that differ between runs
     come first.
     """
-    tables: dict[str, list[list[str]]] = {title: [] for title in _SETTINGS}
+    tables: dict[str, list[list[str]]] = {_DIFFERENT: [], _CHANGED: [], _DEFAULT: []}
     columns = [_texts(config) for config in (*configs, Config())]
     for row in by_label(columns):
         _, *values, default = row
-        differs, chosen = len({*values}) > 1, values[0] != default
-        tables[_SETTINGS[0 if differs else 1 if chosen else 2]].append(row)
+        if len(set(values)) > 1:
+            title = _DIFFERENT
+        elif values[0] != default:
+            title = _CHANGED
+        else:
+            title = _DEFAULT
+        tables[title].append(row)
     return {title: rows for title, rows in tables.items() if rows}
 
 

@@ -19,8 +19,13 @@ from jinja2 import Environment, StrictUndefined
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from transformer_jax.report.attention import attention_maps
-from transformer_jax.report.facts import by_label, environment, results, settings
+from transformer_jax.report.attention import SentenceAttention, attention_maps
+from transformer_jax.report.facts import (
+    by_label,
+    environment_texts,
+    result_texts,
+    setting_tables,
+)
 from transformer_jax.report.runs import Run
 
 _CURVES = {
@@ -49,15 +54,15 @@ def page(runs: Sequence[Run]) -> bytes:
         now=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}",
         colors=[to_hex(f"C{place}") for place, _ in enumerate(runs)],
         curves=list(_curves(runs)),
-        results=by_label([results(run) for run in runs]),
-        environment=by_label([environment(run) for run in runs]),
-        settings=settings([run.config for run in runs]),
+        results=by_label([result_texts(run) for run in runs]),
+        environment=by_label([environment_texts(run) for run in runs]),
+        settings=setting_tables([run.config for run in runs]),
         pairs=pairs,
         word_diff=word_diff,
         attention=[
-            (run.name, text, {title: _heat_maps(*found.of(kind)) for title, kind in _MAPS.items()})
+            (run.name, text, _all_heat_maps(attention))
             for run in runs
-            for text, found in run.attention.items()
+            for text, attention in run.attention.items()
         ],
     )
     return html.encode(errors="replace")  # unpaired surrogates
@@ -66,7 +71,8 @@ def page(runs: Sequence[Run]) -> bytes:
 def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
     """Yield the title, image and alt text of each figure."""
     for title, (train, dev, scale) in _CURVES.items():
-        figure, said = Figure(figsize=(4.4, 2.6), layout="constrained"), list[str]()
+        figure = Figure(figsize=(4.4, 2.6), layout="constrained")
+        latest_values = list[str]()
         axes = figure.subplots()
         for place, run in enumerate(runs):
             for kind, name in (("train", train), ("dev", dev)):
@@ -74,11 +80,17 @@ def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
                 if steps:
                     style: dict[str, Any] = {"marker": "."} if kind == "dev" else {"alpha": 0.6}
                     axes.plot(steps, values, color=f"C{place}", **style)
-                    said.append(f"{run.name} ({kind}): {values[-1]:.4g} at step {steps[-1]:.0f}")
-        if said:
+                    latest = f"{values[-1]:.4g} at step {steps[-1]:.0f}"
+                    latest_values.append(f"{run.name} ({kind}): {latest}")
+        if latest_values:
             axes.set(xlabel="step", yscale=scale)
             axes.grid(alpha=0.3)
-            yield title, _data_url(figure), f"{title} by step. {'; '.join(said)}."
+            yield title, _data_url(figure), f"{title} by step. {'; '.join(latest_values)}."
+
+
+def _all_heat_maps(attention: SentenceAttention) -> dict[str, str]:
+    """Plot each type of attention. Returns data URLs by title."""
+    return {title: _heat_maps(*attention.of(kind)) for title, kind in _MAPS.items()}
 
 
 def _heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndarray) -> str:
@@ -103,11 +115,19 @@ def word_diff(reference: str, translation: str) -> list[tuple[str, str]]:
     """Compute a diff of words, or of characters if there are no spaces. Returns (tag, text) pairs
     with tags "" (equal), "del" and "ins".
     """
-    split, blank = (str.split, " ") if " " in reference + translation else (list, "")
-    old, new = split(reference), split(translation)
-    found = []
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        parts = [("del", old[i:j]), ("ins", new[k:m])] if kind != "equal" else [("", old[i:j])]
+    has_spaces = " " in reference + translation
+    separator = " " if has_spaces else ""
+    old_words = reference.split() if has_spaces else list(reference)
+    new_words = translation.split() if has_spaces else list(translation)
+    matcher = difflib.SequenceMatcher(None, old_words, new_words, autojunk=False)
+    diff = []
+    for kind, i, j, k, m in matcher.get_opcodes():
+        if kind == "equal":
+            parts = [("", old_words[i:j])]
+        else:
+            parts = [("del", old_words[i:j]), ("ins", new_words[k:m])]
         for tag, words in parts:
-            found += [(tag, blank.join(words)), ("", blank)] if words else []
-    return found
+            if words:
+                diff.append((tag, separator.join(words)))
+                diff.append(("", separator))
+    return diff

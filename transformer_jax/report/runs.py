@@ -45,8 +45,13 @@ class Run:
         """Return the steps and values of a field in entries of one kind, without null values (which
         were not finite).
         """
-        known = [e for e in self.entries if e["kind"] == kind and e.get(name) is not None]
-        return [entry["step"] for entry in known], [entry[name] for entry in known]
+        steps = []
+        values = []
+        for entry in self.entries:
+            if entry["kind"] == kind and entry.get(name) is not None:
+                steps.append(entry["step"])
+                values.append(entry[name])
+        return steps, values
 
     def latest(self) -> dict[str, Any]:
         """Return the latest value of each field."""
@@ -56,11 +61,15 @@ class Run:
     def status(self) -> str:
         """Status such as "finished, step 4 of 4"."""
         latest = self.latest()
-        how = "unfinished"
-        if latest.get("kind") == "end":
-            early = "stopped early" if latest.get("stopped_early") else "finished"
-            how = f"stopped by {by}" if (by := latest.get("stopped_by")) else early
-        return f"{how}, step {latest.get('step', 0):,} of {self.config.training.steps:,}"
+        if latest.get("kind") != "end":
+            status = "unfinished"
+        elif latest.get("stopped_by"):
+            status = f"stopped by {latest['stopped_by']}"
+        elif latest.get("stopped_early"):
+            status = "stopped early"
+        else:
+            status = "finished"
+        return f"{status}, step {latest.get('step', 0):,} of {self.config.training.steps:,}"
 
 
 def read_run(location: str) -> Run:
@@ -85,9 +94,11 @@ def _objects(file: Path, **fields: type) -> list[dict[str, Any]]:
         return []
     try:
         text = file.read_text("utf-8")
-        objects = text.split("\n")[:-1] if file.suffix == ".jsonl" else [text]
-        named = enumerate(objects, start=1)
-        return [parse_object(each, f"line {number}", **fields) for number, each in named]
+        lines = text.split("\n")[:-1] if file.suffix == ".jsonl" else [text]
+        return [
+            parse_object(line, f"line {number}", **fields)
+            for number, line in enumerate(lines, start=1)
+        ]
     except (ValueError, UserError) as error:
         raise UserError(f"{str(file)!r} is corrupt: {error} Fix or delete it.") from None
 
@@ -114,10 +125,10 @@ def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
     """Read evenly spaced lines from the part of the dev set that has BLEU, or from all of it."""
     if not number:
         return []
-    data, first = run.config.data, run.config.training.bleu_sentences
+    data = run.config.data
     if not data.dev.is_given:
         run.problems.append("The run has no dev set to translate.")
         return []
-    lines = islice(read_pairs(data.dev, data.root), first or None)
+    lines = islice(read_pairs(data.dev, data.root), run.config.training.bleu_sentences or None)
     pairs = [pair for pair in lines if all(map(str.strip, pair))]
     return pairs[:: -(-len(pairs) // number)][:number] if pairs else []
