@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -24,6 +25,7 @@ def _errors(notebook: nbformat.NotebookNode) -> list[str]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_notebooks_run(tmp_path: Path) -> None:
     """All in one kernel, which takes seconds to start. Each defines all that it uses."""
     cells = []
@@ -51,6 +53,17 @@ def test_notebooks_run(tmp_path: Path) -> None:
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": tmp_path}})
     client.execute(env=os.environ | alone)  # CellExecutionError if a cell fails
     assert not _errors(notebook)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_imported_names_exist(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    code = re.sub("^%.*", "", code, flags=re.MULTILINE)  # IPython's own commands
+    statements = ast.walk(ast.parse(code))
+    imports = [x for x in statements if isinstance(x, ast.Import | ast.ImportFrom)]
+    assert imports
+    exec("\n".join(map(ast.unparse, imports)), {})
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

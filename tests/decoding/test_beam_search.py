@@ -124,8 +124,17 @@ def _search_wanted(logits_BLVV, limit_B, wanted_B, *, beam_size, length_penalty,
 
 
 # A beam of 3 with patience 0.5 stops at 2 hypotheses: 1.5 rounds up, as in CTranslate2.
-@pytest.mark.parametrize("patience", [0.2, 0.5, 1, 1.5, 2.0, 1e38])
-@pytest.mark.parametrize(("beam_size", "alpha"), [(1, 0.6), (2, 1.5), (3, 0.6), (4, 4.0), (8, 0.0)])
+@pytest.mark.parametrize(
+    "patience",
+    [0.5, 1, 2.0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (0.2, 1.5, 1e38))],
+)
+@pytest.mark.parametrize(
+    ("beam_size", "alpha"),
+    [
+        *((1, 0.6), (3, 0.6), (4, 4.0)),
+        *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in ((2, 1.5), (8, 0.0))),
+    ],
+)
 def test_patience_equals_the_reference_search(beam_size, alpha, patience):
     """The ``wanted_B`` best hypotheses equal those of a search that only counts. The exact rule can
     end our search earlier, so patience never adds a step.

@@ -19,7 +19,12 @@ from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 TRANSLATE, STEP, CONVERTED = blocks("docs/pretrained.md")
 
 
-@pytest.fixture(params=["nllb", "mbart", "bart", "t5"])
+@pytest.fixture(
+    params=[
+        "nllb",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("mbart", "bart", "t5")),
+    ]
+)
 def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A pretrained model in ``theirs``; its import takes the place of a download."""
     families.write(request.param, tmp_path / "theirs")

@@ -152,7 +152,9 @@ def test_its_gradient_reaches_only_what_the_head_depends_on() -> None:
     "config",
     [
         guided(accumulate_steps=2),
-        guided(model=dataclasses.replace(MODEL, remat=True)),
+        pytest.param(
+            guided(model=dataclasses.replace(MODEL, remat=True)), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=["accumulated", "remat"],
 )

@@ -61,7 +61,11 @@ def _plain(hidden: jax.Array, matrix: jax.Array, target: jax.Array, epsilon: flo
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    ("epsilon", "max_logits"), [(0.0, 3 * B * V), (0.1, 1), (0.1, 2 * B * V), (0.1, None)]
+    ("epsilon", "max_logits"),
+    [
+        *((0.0, 3 * B * V), (0.1, None)),
+        *(pytest.param(0.1, x, marks=pytest.mark.exhaustive) for x in (1, 2 * B * V)),
+    ],
 )
 def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int | None) -> None:
     hidden, matrix, target = _inputs()
@@ -133,7 +137,10 @@ def _plain_simcut(
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("max_logits", [1, 6 * B * V, 10**6])
+@pytest.mark.parametrize(
+    "max_logits",
+    [6 * B * V, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 10**6))],
+)
 @pytest.mark.parametrize("name", ["r_drop", "simcut"])
 def test_r_drop_and_simcut_add_the_divergence_of_two_passes(max_logits: int, name: Any) -> None:
     """With SimCut, only the first pass counts in the other sums. Chunk sizes may or may not divide
@@ -274,7 +281,11 @@ def test_rows_on_several_devices_change_nothing(passes: TwoPasses | None) -> Non
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     ("mesh", "vocab_size"),
-    [(MeshConfig(tensor=8), 1000), (MeshConfig(2, 2, 2), 1000), (MeshConfig(tensor=8), 1001)],
+    [
+        pytest.param(MeshConfig(tensor=8), 1000, marks=pytest.mark.exhaustive),
+        (MeshConfig(2, 2, 2), 1000),
+        (MeshConfig(tensor=8), 1001),
+    ],
     ids=str,
 )
 def test_devices_along_tensor_share_the_vocabulary(mesh: MeshConfig, vocab_size: int) -> None:
