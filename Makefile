@@ -15,7 +15,7 @@ NUMBERS := 'forty-two' 'Seventeen thousand, six hundred and eight.' \
 # What `make quick` runs: no training runs, no engine, no other toolkit.
 QUICK := tests/test_layout.py tests/settings/test_config.py tests/test_cli.py tests/test_docs.py \
 	tests/test_launch.py tests/tokenization/test_tokenizer.py tests/test_evaluation.py tests/data tests/parsing \
-	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/translation/test_records.py
+	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/translation/test_input_file.py
 
 # The tests of the branches (serving, export, parsing, report) and of what uses them.
 BRANCHES := tests/export tests/parsing tests/serving tests/test_benchmarks.py tests/test_figures.py \

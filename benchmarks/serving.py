@@ -124,7 +124,7 @@ def export(workdir: str, folder: Path, engines: list[str], flags: list[str]) -> 
     from transformer_jax.export.ctranslate2 import export_ctranslate2
     from transformer_jax.model.matmul import compute_dtype
     from transformer_jax.model.transformer import abstract_model
-    from transformer_jax.translation.program import checked_flags
+    from transformer_jax.translation.flags import checked_flags
 
     config, model, tokenizer = load_model(workdir)
     config = replace(config, decoding=checked_flags(["--workdir", workdir, *flags])[0].search)

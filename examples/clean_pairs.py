@@ -56,7 +56,7 @@ def main(
         print(dict(counts))
     if workdir:
         scores, names = str(output / "scores"), [str(file) for file in rules]
-        given = ["--workdir", workdir, "--input", names[0], "--score", names[1]]
+        given = ["--workdir", workdir, "--input", names[0], "--score-targets", names[1]]
         if status := decode([*given, "--output", scores, "--resume"]):
             raise SystemExit(status)
         pairs = list(zip(*map(read_lines, names), strict=True))

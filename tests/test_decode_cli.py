@@ -34,8 +34,8 @@ from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation import __main__ as program
 from transformer_jax.translation import loading
-from transformer_jax.translation.program import Files, ScoringFlags, checked_flags
-from transformer_jax.translation.records import Results
+from transformer_jax.translation.flags import Files, ScoringFlags, checked_flags
+from transformer_jax.translation.output_formats import TextWriter
 from transformer_jax.translation.translator import Translator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -322,9 +322,9 @@ def test_score(decode, tmp_path):
     _, out, _ = decode("--format", "jsonl", stdin=OBJECTS)
     targets = tmp_path / "targets"
     targets.write_text("".join(json.loads(line)["translation"] + "\n" for line in out.splitlines()))
-    status, plain, _ = decode("--score", targets, "--nbest", 9)  # has no effect
+    status, plain, _ = decode("--score-targets", targets, "--nbest", 9)  # has no effect
     assert status == 0 and all(re.fullmatch(r"-\d+\.\d{4}", line) for line in plain.splitlines())
-    flags = ("--score", targets, "--format", "jsonl", "--alignments", "soft")
+    flags = ("--score-targets", targets, "--format", "jsonl", "--alignments", "soft")
     status, scored, _ = decode(*flags, stdin=OBJECTS)
     for line, number in zip(map(json.loads, scored.splitlines()), plain.splitlines(), strict=True):
         assert line["log_prob"] == pytest.approx(float(number), abs=1e-4)
@@ -401,7 +401,7 @@ def test_defaults_that_depend_on_other_flags(workdir):
     [
         (("--input", "no/such"), "'no/such': No such file or directory; check the path"),
         (("--input", "."), "'.': Is a directory; check the path"),
-        (("--score", "no/such"), "'no/such': No such file or directory"),
+        (("--score-targets", "no/such"), "'no/such': No such file or directory"),
         (("--reference", "no/such"), "'no/such': No such file or directory"),
         (("--output", "no/such/file"), "'no/such/file': No such file or directory"),
         (("--input", ""), "'.': Is a directory"),
@@ -415,7 +415,7 @@ def test_defaults_that_depend_on_other_flags(workdir):
         ),
         (
             ("--markup", "html", "--nbest", 2),
-            "--nbest, --alignments, --token-scores and --score do",
+            "--nbest, --alignments, --token-scores and --score-targets do",
         ),
         (("--format", "xml", "--shard", "0/2"), "do not apply to --format xml, because the input"),
         (("--window", 0), "window is 0; expected a positive number"),
@@ -444,7 +444,7 @@ def test_invalid_flags_give_one_error_line_and_status_2(decode, flags, message):
     ("flags", "redirection"),
     [
         ("--input x --output ./x", ""),
-        ("--score x --output ./x", ""),
+        ("--score-targets x --output ./x", ""),
         ("--reference x --output linked", ""),
         ("--input x --output symlink", ""),
         ("--output linked", "< x"),
@@ -499,14 +499,14 @@ def test_the_file_of_every_input_flag_is_never_the_output(workdir, tmp_path, mon
 
 
 def test_an_input_that_grows_is_reported(decode, expected, tmp_path, monkeypatch):
-    path, text = tmp_path / "in", Results.text
+    path, text = tmp_path / "in", TextWriter.text
 
     def grow(*arguments, **options):
         with path.open("ab") as file:
             file.write(b"one\n")
         return text(*arguments, **options)
 
-    monkeypatch.setattr(Results, "text", grow)
+    monkeypatch.setattr(TextWriter, "text", grow)
     path.write_bytes(TEXT)
     status, out, err = decode("--input", path)
     assert (status, out.splitlines()) == (0, expected)
@@ -522,6 +522,24 @@ def test_closed_standard_streams_leave_only_translations_in_the_output(workdir, 
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     assert (done.returncode, done.stdout.decode().splitlines()) == (0, expected)
+
+
+def test_a_closed_stdout_is_an_error(workdir):
+    """Unless the output is a file."""
+    command = [sys.executable, str(ROOT / "decode.py"), "--workdir", str(workdir)]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        input=b"one two\n",
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 2 and b"error: Bad file descriptor; check the path" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
+def test_a_document_keeps_its_first_and_last_bytes(decode, end):
+    page = f"\ufeff<p><br></p>{end}".encode()
+    assert decode("--format", "html", stdin=page) == (0, page.decode(), "")
 
 
 def test_a_reference_needs_a_whole_output_or_shard(decode, expected, tmp_path):

@@ -50,7 +50,7 @@ from .tokenization.tokenizer import Tokenizer
 from .training.loop import train
 from .training.loss import TwoPasses, smoothed_cross_entropy
 from .training.optimizer import learning_rate_schedule, make_optimizer
-from .translation.records import Request, Translation
+from .translation.requests import Request, Translation
 from .translation.scoring import Scorer
 from .translation.translator import Translator
 

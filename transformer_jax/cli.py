@@ -77,15 +77,17 @@ def run_program(work: Callable[[], int | None]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams on /dev/null, and make stderr a ``LossyStream``.
+    """Open closed standard streams on /dev/null, and make stderr a ``LossyStream``. Results cannot
+    be written to a closed stdout: its descriptor is for reading only, so writing is an error.
 
     Otherwise the next file to be opened would get the descriptor of stdout or stderr and receive
     what is printed, and ``print(..., file=None)`` would write messages to stdout.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # /dev/null gets ``number``, the lowest free descriptor
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, os.fdopen(number, "r+"))
+            access = os.O_RDONLY if name == "stdout" else os.O_RDWR
+            os.set_inheritable(os.open(os.devnull, access), True)
+            setattr(sys, name, os.fdopen(number, "w" if name == "stdout" else "r+"))
     sys.stderr = LossyStream(sys.stderr)  # type: ignore[assignment]
 
 

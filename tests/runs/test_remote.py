@@ -26,7 +26,7 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
 from transformer_jax.training.workdir import Workdir
-from transformer_jax.translation.program import local_copy
+from transformer_jax.translation.flags import local_copy
 
 URL = "memory://bucket/run"
 

@@ -30,7 +30,7 @@ from transformer_jax.serving.service import Service
 from transformer_jax.serving.workers import Entry, SearchFailed
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.records import Request, Translation
+from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.translator import Translator
 
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"

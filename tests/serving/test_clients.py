@@ -21,7 +21,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
-from transformer_jax.translation.records import Request
+from transformer_jax.translation.requests import Request
 from transformer_jax.translation.translator import Translator
 
 # FUZZ=600 runs more examples.

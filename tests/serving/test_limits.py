@@ -22,7 +22,7 @@ from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Arguments, Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.translation import plan as plan_module
-from transformer_jax.translation.records import Request
+from transformer_jax.translation.requests import Request
 from transformer_jax.translation.translator import Translator
 
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"

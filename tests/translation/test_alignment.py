@@ -9,8 +9,8 @@ from random_models import lines_of_words, make_model, train_tokenizer
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.special_ids import UNK_ID
 from transformer_jax.tokenization.words import word_numbers
-from transformer_jax.translation.alignment import Alignment, alignment
-from transformer_jax.translation.records import Translation
+from transformer_jax.translation.alignment import Alignment, align_texts
+from transformer_jax.translation.requests import Translation
 from transformer_jax.translation.scoring import Scorer
 
 LINES = lines_of_words(12)
@@ -85,9 +85,9 @@ def test_hard_alignments_count_words_of_the_original_text(scorer, tokenizer):
     assert "".join(tokenizer.source.tokens(source)).count("▁") == 3
     [translation] = scorer.score([(text, text.upper())])
     [alignment] = [t.alignment for t in scorer.align([(text, translation)])]
-    tokens = zip(alignment.source, alignment.source_words, strict=False)
+    tokens = zip(alignment.source, alignment.source_word_ids, strict=False)
     assert {number for token, number in tokens if token != "▁"} == {0, 2}
-    assert set(alignment.target_words) == {0, 2}
+    assert set(alignment.target_word_ids) == {0, 2}
 
 
 def test_an_unknown_token_is_a_separate_word():
@@ -97,8 +97,8 @@ def test_an_unknown_token_is_a_separate_word():
     tokens = [*one, UNK_ID, *a_two]
     text = tokenizer.target.decode(tokens)
     assert text.split() == ["ONE", "⁇", "A", "TWO"] and UNK_ID not in marks
-    found = alignment(tokenizer, ("", text), ([], tokens), np.ones((len(tokens) + 1, 1)))
-    names = zip(found.target, found.target_words, strict=False)
+    found = align_texts(tokenizer, ("", text), ([], tokens), np.ones((len(tokens) + 1, 1)))
+    names = zip(found.target, found.target_word_ids, strict=False)
     assert [number for name, number in names if name == "<unk>"] == [1]
-    assert found.target_words == sorted(found.target_words)
-    assert set(found.target_words) == {0, 1, 2, 3}
+    assert found.target_word_ids == sorted(found.target_word_ids)
+    assert set(found.target_word_ids) == {0, 1, 2, 3}

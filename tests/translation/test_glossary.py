@@ -14,7 +14,8 @@ from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
 from transformer_jax.tokenization.special_ids import UNK_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.glossary import Glossary, read_glossary, unmet
-from transformer_jax.translation.records import Request
+from transformer_jax.translation.output_formats import output_values
+from transformer_jax.translation.requests import Request
 from transformer_jax.translation.translator import Translator
 
 LINES = lines_of_words(23)
@@ -110,7 +111,7 @@ def test_a_term_that_does_not_fit_is_reported(model, tokenizer, caplog):
         found = list(Translator(model, tokenizer, short, glossary=glossary).stream(["one two"]))
     [[best]] = found
     assert best.unmet == ("one",) and best.text
-    assert best.fields()["unmet"] == ("one",)
+    assert output_values(best)["unmet"] == ("one",)
     assert "Line 1: the translation lacks the glossary's terms for: one." in caplog.text
     request = Request("<p>two</p><p>one <b>two</b></p><p>one</p>", format="html")
     [page] = Translator(model, tokenizer, short, glossary=glossary).documents([request])

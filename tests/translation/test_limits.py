@@ -28,9 +28,11 @@ from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation import __main__ as program
 from transformer_jax.translation.alignment import Alignment
+from transformer_jax.translation.flags import checked_flags
+from transformer_jax.translation.input_file import Record
 from transformer_jax.translation.output_file import open_output
-from transformer_jax.translation.program import checked_flags
-from transformer_jax.translation.records import Record, Request, Results, Translation
+from transformer_jax.translation.output_formats import JsonWriter, OutputFlags, TextWriter
+from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.scoring import Scorer
 from transformer_jax.translation.segments import cut
 from transformer_jax.translation.translator import Translator
@@ -145,8 +147,8 @@ def test_no_field_of_the_output_can_be_translated(workdir, field):
 
 def test_failed_lines_are_nan_in_text_and_null_in_jsonl():
     nothing = Translation("", math.nan, math.nan, 2, ("▁x",), (math.nan, -1.0))
-    assert Results().text(Record("a"), [nothing], scores=True) == ["nan"]
-    [line] = Results(token_scores=True).json(Record("a"), [nothing])
+    assert TextWriter(OutputFlags(), log_probs=True).text(Record("a"), [nothing]) == "nan\n"
+    line = JsonWriter(OutputFlags(token_scores=True)).text(Record("a"), [nothing])
     values = json.loads(line)
     assert (values["score"], values["log_prob"], values["token_scores"]) == (None, None, [None, -1])
 
@@ -155,8 +157,8 @@ def test_numbers_have_four_decimals_everywhere():
     weights = np.array([[1 / 3, 2 / 3], [0.00004, 0.99996]])
     alignment = Alignment(("▁a", "</s>"), ("▁x", "</s>"), weights, [0], [0])
     found = Translation("x", -1.23456, -2.34567, 2, ("▁x",), (-0.12345, -3.45678), alignment)
-    results = Results(nbest=2, token_scores=True, alignments="soft")
-    values = json.loads(results.json(Record("a"), [found])[0])
+    results = OutputFlags(nbest=2, token_scores=True, alignments="soft")
+    values = json.loads(JsonWriter(results).text(Record("a"), [found]))
     for each in (values, *values["hypotheses"]):
         assert (each["score"], each["log_prob"]) == (-1.2346, -2.3457)
         assert each["token_scores"] == [-0.1235, -3.4568] or each["token_scores"] == [
@@ -164,7 +166,9 @@ def test_numbers_have_four_decimals_everywhere():
             -3.4568,
         ]
         assert each["alignment"] == [[0.3333, 0.6667], [0.0, 1.0]]
-    assert Results(nbest=2).text(Record("a", number=8), [found]) == ["7 ||| x ||| -1.2346"]
+    assert TextWriter(OutputFlags(nbest=2)).text(Record("a", number=8), [found]) == (
+        "7 ||| x ||| -1.2346\n"
+    )
 
 
 # Lengths.
@@ -265,7 +269,7 @@ def test_an_alignment_is_the_mean_over_heads_of_the_last_layer(model, tokenizer)
     np.testing.assert_allclose(
         scorer.align_tokens([(source, target)], layer=-2)[0], cross_NHTS[0].mean(axis=0), atol=1e-6
     )
-    assert Results().alignment_layer is None
+    assert OutputFlags().alignment_layer is None
 
 
 # Search settings.

@@ -18,7 +18,7 @@ from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.words import token_words
 from transformer_jax.translation.alignment import Alignment
 from transformer_jax.translation.markup import Document, Line
-from transformer_jax.translation.records import Request, Translation
+from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.translator import Translator
 
 TOKENIZER = train_tokenizer(lines_of_words(60))

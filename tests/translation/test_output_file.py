@@ -11,8 +11,10 @@ from itertools import islice
 import pytest
 
 from transformer_jax.errors import UserError
+from transformer_jax.translation.input_file import read_records
 from transformer_jax.translation.output_file import complete_sentences, open_output
-from transformer_jax.translation.records import Results, Translation, blocks, read_records
+from transformer_jax.translation.output_formats import OutputFlags, output_writer
+from transformer_jax.translation.requests import Translation, blocks
 
 LINES = [" ".join(["word"] * (i % 7)) + str(i) for i in range(25)]
 
@@ -31,18 +33,16 @@ def run(source, path, *, nbest=1, format="text", stop=None, shard=(0, 1), resume
     """Do what decode.py does, and kill it after ``stop`` more sentences. Returns the number of
     sentences kept from an earlier run.
     """
-    results = Results(nbest=nbest)
-    lines = results.text if format == "text" else results.json
+    writer = output_writer(OutputFlags(nbest=nbest), format)
     records = read_records(source, format, shard=shard)
-    numbered = format == "text" and nbest > 1
     with (
         contextlib.suppress(Killed),
-        open_output(str(path), resume=resume, numbered=numbered) as (write, kept),
+        open_output(str(path), resume=resume, numbered=writer.numbered) as (write, kept),
     ):
         to_do = islice(records, kept, None)
         answers = ((r, translate(r, nbest)) for block in blocks(to_do, 6) for r in block)
         for record, translations in islice(answers, stop):
-            write(lines(record, translations))
+            write(writer.text(record, translations))
         if stop is not None:
             raise Killed
     return kept
@@ -97,13 +97,13 @@ def test_without_resume_the_file_is_overwritten(tmp_path, stop):
 def test_the_file_is_locked(tmp_path, resume):
     path = tmp_path / "out"
     with open_output(str(path)) as (write, _):
-        write(["one"])
+        write("one\n")
         with (
             pytest.raises(UserError, match="out is being written by another process"),
             open_output(str(path), resume=resume),
         ):
             pass
-        write(["two"])
+        write("two\n")
     assert path.read_text() == "one\ntwo\n"
     with open_output(str(path)) as (_, kept):  # the lock is free again
         assert kept == 0 and path.read_text() == ""
@@ -113,7 +113,7 @@ def test_an_error_keeps_finished_lines(tmp_path, caplog):
     caplog.set_level("INFO")
     path = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt), open_output(str(path)) as (write, _):
-        write(["one"])
+        write("one\n")
         assert path.read_text() == "one\n"
         raise KeyboardInterrupt
     assert f"Finished lines are in {path}; run the command again with --resume" in caplog.text
@@ -127,19 +127,19 @@ def test_a_full_disk_is_an_error_that_names_the_file(caplog):
         pytest.raises(OSError, match="No space left on device: '/dev/full'"),
         open_output("/dev/full") as (write, _),
     ):
-        write(["one"])
+        write("one\n")
     assert not caplog.text  # a device keeps no lines
 
 
 def test_a_device_has_nothing_to_resume():
     with open_output("/dev/null", resume=True) as (write, kept):
-        write(["one"])
+        write("one\n")
         assert kept == 0
 
 
 def test_a_lone_surrogate_is_written_as_an_escape(tmp_path):
     with open_output(str(tmp_path / "out")) as (write, _):
-        write(['{"ü": "\ud800"}'])
+        write('{"ü": "\ud800"}\n')
     assert (tmp_path / "out").read_bytes() == '{"ü": "\\ud800"}\n'.encode()
 
 

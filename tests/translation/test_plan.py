@@ -15,7 +15,7 @@ from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.alignment import Alignment, concatenated
 from transformer_jax.translation.plan import Plan
-from transformer_jax.translation.records import Request, Translation
+from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.translator import Translator
 
 CONFIG = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=4)
@@ -140,7 +140,7 @@ def test_alignments_of_sentences_follow_each_other():
         *([1, 0, 0, 0], [0, 1, 0, 0]),
         *([0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]),
     ]
-    assert both.source_words == [0, 1, 2] and both.target_words == [0, -1, 1, 2]
+    assert both.source_word_ids == [0, 1, 2] and both.target_word_ids == [0, -1, 1, 2]
     assert both.hard() == "0-0 2-1 2-2"
 
 

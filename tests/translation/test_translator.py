@@ -25,7 +25,7 @@ from transformer_jax.settings.config import DecodingConfig, MeshConfig, ModelCon
 from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 from transformer_jax.translation import loading
 from transformer_jax.translation.plan import Part
-from transformer_jax.translation.records import Request
+from transformer_jax.translation.requests import Request
 from transformer_jax.translation.segments import Segment
 from transformer_jax.translation.sentences import space_after
 from transformer_jax.translation.translator import Translator

@@ -249,20 +249,31 @@ def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]
     return ParallelText(config, root).pairs()
 
 
-def read_lines(source: str | AnyPath | BinaryIO, *, keep_returns: bool = False) -> Iterator[str]:
+def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
     """Yield the lines of a file, URL or stream without line endings. Decompresses ``.gz`` files.
-    ``keep_returns`` keeps a "\\r" before the end.
 
     Raises ``UserError`` with the file name and line number if a line is not UTF-8.
     """
+    return _read(source)
+
+
+def read_text(source: str | AnyPath | BinaryIO) -> str:
+    """Return the text of a file, URL or stream exactly, with its line endings and byte order mark.
+
+    Raises the same errors as ``read_lines``.
+    """
+    return "".join(_read(source, exact=True))
+
+
+def _read(source: str | AnyPath | BinaryIO, *, exact: bool = False) -> Iterator[str]:
+    """Yield lines; ``exact`` keeps their endings and a byte order mark."""
     path = to_path(source) if isinstance(source, str) else source
-    dropped = b"" if keep_returns else b"\r"
     if hasattr(path, "open"):
         with _opened(cast("AnyPath", path)) as stream:
-            yield from _decoded(stream, str(path), dropped)
+            yield from _decoded(stream, str(path), exact=exact)
     else:
         name = str(getattr(path, "name", "the input"))
-        yield from _decoded(cast(BinaryIO, path), name, dropped)
+        yield from _decoded(cast(BinaryIO, path), name, exact=exact)
 
 
 @contextmanager
@@ -291,13 +302,17 @@ def _hashed(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[bytes]:
     hashes[path] = digest.hexdigest()
 
 
-def _decoded(stream: Iterable[bytes], name: str, dropped: bytes = b"\r") -> Iterator[str]:
-    """Yield the lines of a stream as text, without line endings."""
+def _decoded(stream: Iterable[bytes], name: str, *, exact: bool = False) -> Iterator[str]:
+    """Yield the lines of a stream as text. Unless ``exact``, without their endings and without a
+    byte order mark.
+    """
     for number, line in enumerate(stream, 1):
-        if number == 1:
+        if not exact:
+            line = line.removesuffix(b"\n").removesuffix(b"\r")
+        if number == 1 and not exact:
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
-            text = line.removesuffix(b"\n").removesuffix(dropped).decode()
+            text = line.decode()
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8. Fix the line, "

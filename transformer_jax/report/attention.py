@@ -16,7 +16,7 @@ from flax import nnx
 
 from transformer_jax import Ensemble, ModelConfig, Transformer, Translator, UserError
 from transformer_jax.errors import needs_extra
-from transformer_jax.translation.records import check_text
+from transformer_jax.translation.requests import check_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

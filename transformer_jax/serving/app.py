@@ -16,7 +16,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_fastapi_instrumentator import Instrumentator
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
@@ -244,5 +244,6 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
         watching.cancel()
 
 
-def _event(kind: str, data: BaseModel) -> str:
-    return f"event: {kind}\ndata: {data.model_dump_json(exclude_none=True)}\n\n"
+def _event(kind: str, data: Any) -> str:
+    content = TypeAdapter(type(data)).dump_json(data, exclude_none=True).decode()
+    return f"event: {kind}\ndata: {content}\n\n"

@@ -13,7 +13,7 @@ import tyro
 
 from transformer_jax import DecodingConfig, UserError, flag_values, load_config_file, parse_flags
 from transformer_jax.errors import short_repr
-from transformer_jax.translation.records import check_patterns
+from transformer_jax.translation.requests import check_patterns
 
 # In zh-Hans-en, the capital shows that Hans is not a language.
 _LANGUAGE = r"([a-z]{2,8}(?:_[A-Za-z0-9]{2,8}|-[A-Z0-9][A-Za-z0-9]{1,7})*)"

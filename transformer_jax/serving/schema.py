@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from transformer_jax import Translation
+from transformer_jax.translation.output_formats import OutputFields, output_values
 
 CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded"
 
@@ -65,38 +67,27 @@ class Query(BaseModel):
         return count
 
 
-class HypothesisResponse(BaseModel):
-    """A translation of a sentence, in the format of ``decode.py --format jsonl``."""
-
-    translation: str
-    score: float | None
-    log_prob: float | None
-    tokens: list[str]
-    token_scores: list[float | None]
-    source_tokens: list[str] | None = None
-    alignment: list[list[float | None]] | None = None
-    unmet: list[str] | None = None
-
-    @classmethod
-    def of(cls, t: Translation, **more: Any) -> Self:
-        """Convert a ``Translation``, adding ``more`` fields."""
-        fields = t.fields(token_scores=True, alignments="soft" if t.alignment else None)
-        return cls(**fields, **more)
-
-
-class SentenceResponse(HypothesisResponse):
-    """A source sentence with its best translation, and all hypotheses if requested."""
+@dataclass(frozen=True, kw_only=True)
+class SentenceResponse(OutputFields):
+    """A source sentence with its best translation, and all hypotheses if requested. The other
+    fields are those of ``decode.py --format jsonl``.
+    """
 
     source: str
-    hypotheses: list[HypothesisResponse] | None = None
 
     @classmethod
     def of_ranked(cls, translations: Sequence[Translation], ranked: bool, **more: Any) -> Self:
         """Build a sentence from its translations, best first; ``ranked`` includes all of them."""
-        hypotheses = [HypothesisResponse.of(each) for each in translations] if ranked else None
-        return cls.of(translations[0], hypotheses=hypotheses, **more)
+        hypotheses = [OutputFields(**_values(each)) for each in translations] if ranked else None
+        return cls(**_values(translations[0]), hypotheses=hypotheses, **more)
 
 
+def _values(translation: Translation) -> dict[str, Any]:
+    alignments: Literal["soft"] | None = "soft" if translation.alignment else None
+    return output_values(translation, token_scores=True, alignments=alignments)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SentenceEvent(SentenceResponse):
     """A ``sentence`` event, which adds the sentence's index and the text before its translation
     (usually whitespace).

@@ -23,7 +23,7 @@ from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
 from transformer_jax.training.reporting import means
 from transformer_jax.training.step import Parameters
-from transformer_jax.translation.records import Request
+from transformer_jax.translation.requests import Request
 from transformer_jax.translation.translator import Translator
 
 _EVALUATION_SHAPES = 4  # few, because each shape is compiled for only a few batches

@@ -18,9 +18,9 @@ class Alignment(NamedTuple):
     source: tuple[str, ...]
     target: tuple[str, ...]
     weights_TS: np.ndarray
-    source_words: Sequence[int]
+    source_word_ids: Sequence[int]
     """Word index of each source token except EOS; -1 for a language."""
-    target_words: Sequence[int]
+    target_word_ids: Sequence[int]
 
     def hard(self) -> str:
         """Return word pairs such as ``0-0 1-2`` (source-target), which link each target token to
@@ -28,11 +28,11 @@ class Alignment(NamedTuple):
         """
         if min(self.weights_TS.shape) < 2:
             return ""
-        is_word_S = np.array(self.source_words) >= 0
+        is_word_S = np.array(self.source_word_ids) >= 0
         best_T = np.where(is_word_S, self.weights_TS[:-1, :-1], -1).argmax(axis=1)
-        tokens = zip(self.target, self.target_words, best_T)  # </s> separates segments
+        tokens = zip(self.target, self.target_word_ids, best_T)  # </s> separates segments
         pairs = {
-            (self.source_words[best], word)
+            (self.source_word_ids[best], word)
             for token, word, best in tokens
             if token != "</s>" and word >= 0 and is_word_S[best]
         }
@@ -55,8 +55,8 @@ def concatenated(alignments: Sequence[Alignment]) -> Alignment:
         weights_TS[rows, num_source] = alignment.weights_TS[:, -1]
         row += len(target)
         column += len(source)
-        source_word_ids += _after(source_word_ids, alignment.source_words)
-        target_word_ids += [*_after(target_word_ids, alignment.target_words), -1]
+        source_word_ids += _after(source_word_ids, alignment.source_word_ids)
+        target_word_ids += [*_after(target_word_ids, alignment.target_word_ids), -1]
     return Alignment(
         tuple(chain(*sources, ["</s>"])),
         tuple(chain(*targets)),
@@ -72,16 +72,19 @@ def _after(before: Sequence[int], word_ids: Sequence[int]) -> list[int]:
     return [word + first if word >= 0 else word for word in word_ids]
 
 
-def alignment(
+def align_texts(
     tokenizer: Tokenizer,
     texts: tuple[str, str],
     tokens: tuple[Sequence[int], Sequence[int]],
     weights_TS: np.ndarray,
 ) -> Alignment:
     """Align a (source, target) pair of texts, given their token ids and attention weights."""
-    sides, words = [], []
+    sides = list[tuple[str, ...]]()
+    word_ids = list[list[int]]()
     for text, ids, side in zip(texts, tokens, (tokenizer.source, tokenizer.target)):
-        sides.append(tuple(side.tokens(ids)))
-        words.append(token_words(side, sides[-1], text.split()))
-    source, target = sides
-    return Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, *words)
+        names = tuple(side.tokens(ids))
+        sides.append((*names, "</s>"))
+        word_ids.append(token_words(side, names, text.split()))
+    [source, target] = sides
+    [source_word_ids, target_word_ids] = word_ids
+    return Alignment(source, target, weights_TS, source_word_ids, target_word_ids)

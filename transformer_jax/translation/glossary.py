@@ -12,7 +12,7 @@ from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.lexical_constraints import term_table
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.subword_model import SubwordModel
-from transformer_jax.translation.records import GlossaryTerms, check_text
+from transformer_jax.translation.requests import GlossaryTerms, check_text
 
 Found = dict[str, list[tuple[str, list[int]]]]
 """Source terms, each with its target terms as text and as token ids."""

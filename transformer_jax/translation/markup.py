@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformer_jax.errors import short_repr
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_words
 from transformer_jax.translation.alignment import Alignment
-from transformer_jax.translation.records import Translation, matching_places
+from transformer_jax.translation.requests import Translation
 
 logger = logging.getLogger(__name__)
 
@@ -185,9 +186,28 @@ def _divided(
     for number, chunk in enumerate(chunks):
         if number:
             yield _Item("block")
-        places = [0, *chain.from_iterable(matching_places(chunk, protect)), len(chunk)]
+        places = [0, *chain.from_iterable(find_spans(chunk, protect)), len(chunk)]
         for odd, place in enumerate(pairwise(places)):
             yield _Item(("text", "atom")[odd % 2], chunk[slice(*place)], shown=odd % 2 > 0)
+
+
+def find_spans(text: str, patterns: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the places that match a pattern, from left to right. The first pattern has priority.
+    Patterns are not joined, because each has groups of its own.
+    """
+    none = (len(text), 0)
+    end = 0
+    places = dict.fromkeys(patterns, (-1, 0))  # of the next match
+    while True:
+        for pattern, (start, _) in places.items():
+            if start < end:
+                matches = re.compile(pattern).finditer(text, end)
+                places[pattern] = next((match.span() for match in matches if match[0]), none)
+        place = min(places.values(), key=itemgetter(0), default=none)
+        if place == none:
+            return
+        yield place
+        end = place[1]
 
 
 def _bounded(items: Iterable[_Item]) -> list[_Item]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from io import FileIO
@@ -15,7 +15,7 @@ from transformer_jax.storage.files import locked
 
 logger = logging.getLogger(__name__)
 
-Write: TypeAlias = Callable[[Sequence[str]], None]
+Write: TypeAlias = Callable[[str], None]
 
 
 @contextmanager
@@ -41,22 +41,23 @@ def open_output(
         yield partial(_write, sys.stdout.buffer), 0
         return
     with open(path, "ab", buffering=0) as file, ExitStack() as stack:
-        kept = size = 0
-        if regular := Path(path).is_file():  # not a device or named pipe
+        num_complete = size = 0
+        regular = Path(path).is_file()  # not a device or named pipe
+        if regular:
             busy = (
                 f"{path} is being written by another process; wait for it to finish, or choose "
                 "another output file."
             )
             stack.enter_context(locked(Path(path), busy))
             if resume:
-                kept, size = complete_sentences(path, numbered=numbered)
+                num_complete, size = complete_sentences(path, numbered=numbered)
             file.truncate(size)
         try:
-            yield partial(_write, file), kept
+            yield partial(_write, file), num_complete
         except BaseException as error:
             if regular:
-                said = "Finished lines are in %s; run the command again with --resume to continue."
-                logger.info(said, path)
+                message = "Finished lines are in %s; run the command again with --resume."
+                logger.info(message, path)
             if isinstance(error, OSError):  # a full disk, for example
                 error.filename = error.filename or path
             raise
@@ -76,14 +77,16 @@ def complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
             if not line.endswith(b"\n"):
                 break
             if number != last:
-                count, start, last = count + 1, size, number
+                count += 1
+                start = size
+                last = number
             size += len(line)
     return (count - 1, start) if numbered and count else (count, size)
 
 
-def _write(file: BinaryIO | FileIO, lines: Sequence[str]) -> None:
+def _write(file: BinaryIO | FileIO, text: str) -> None:
     # A lone surrogate in a passed-through JSON field is written as an escape again.
-    text = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
-    while text:  # a full disk may accept only part of it
-        text = text[file.write(text) :]
+    remaining = text.encode(errors="backslashreplace")
+    while remaining:  # a full disk may accept only part of it
+        remaining = remaining[file.write(remaining) :]
     file.flush()

@@ -29,7 +29,7 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.alignment import Alignment, concatenated
 from transformer_jax.translation.glossary import Found, Glossary, unmet
 from transformer_jax.translation.markup import PLACEHOLDERS, Document
-from transformer_jax.translation.records import GlossaryTerms, Request, Translation, check_text
+from transformer_jax.translation.requests import GlossaryTerms, Request, Translation, check_text
 from transformer_jax.translation.segments import Segment, cut
 from transformer_jax.translation.sentences import Divided, Joiner, divide, undivided
 

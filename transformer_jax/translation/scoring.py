@@ -24,9 +24,9 @@ from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.alignment import alignment
+from transformer_jax.translation.alignment import align_texts
 from transformer_jax.translation.loading import check_vocabulary
-from transformer_jax.translation.records import Request, Translation, blocks, check_text
+from transformer_jax.translation.requests import Request, Translation, blocks, check_text
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +120,9 @@ class Scorer:
         weights = self.align_tokens(tokens, layer=layer)
         for request, (_, translation), ids, weights_TS in zip(requests, pairs, tokens, weights):
             if weights_TS is not None and translation.tokens:
-                found = alignment(self.tokenizer, (request.text, translation.text), ids, weights_TS)
-                translation = replace(translation, alignment=found)
+                texts = request.text, translation.text
+                alignment = align_texts(self.tokenizer, texts, ids, weights_TS)
+                translation = replace(translation, alignment=alignment)
             aligned.append(translation)
         return aligned
 

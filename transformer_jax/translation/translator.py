@@ -22,7 +22,7 @@ from transformer_jax.translation.glossary import Glossary
 from transformer_jax.translation.loading import check_vocabulary, load_models
 from transformer_jax.translation.markup import PLACEHOLDERS
 from transformer_jax.translation.plan import Plan, Planner
-from transformer_jax.translation.records import (
+from transformer_jax.translation.requests import (
     GlossaryTerms,
     Request,
     Translation,
