@@ -1,7 +1,8 @@
 """Alignment error rate (AER; Och and Ney, 2003) of the word alignments of given pairs of lines.
 
     python decode.py --workdir W --input benchmarks/captions.en --alignments hard \
-        --score-targets benchmarks/captions.de | python benchmarks/alignment_error.py --gold benchmarks/captions.links
+        --score-targets benchmarks/captions.de \
+        | python benchmarks/alignment_error.py --gold benchmarks/captions.links
 
 Reads Pharaoh lines, such as 0-0 1-2, or output lines of decode.py, which end with one. In the file
 of correct alignments, i-j is a sure link and i?j is a possible link: right, but not required.

@@ -89,6 +89,7 @@ TRUNK = [
     "translation.markup",
     "translation.glossary",
     "translation.scoring",
+    "translation.tags",
     "translation.plan",
     "translation.translator",
     "translation.output_file",

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 
 import pytest
 from random_models import WORDS, lines_of_words, make_model
 
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.search import Hypothesis
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
 from transformer_jax.tokenization.special_ids import UNK_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.glossary import Glossary, read_glossary, unmet
+from transformer_jax.translation.glossary import (
+    MAX_WORDS,
+    Glossary,
+    TargetTerm,
+    read_glossary,
+    repetition,
+    unmet,
+)
 from transformer_jax.translation.output_formats import output_values
 from transformer_jax.translation.requests import Request
 from transformer_jax.translation.translator import Translator
@@ -142,6 +151,8 @@ def test_sampling_does_not_support_terms(model, tokenizer):
         ),
         ({"one": "ONE " * 40}, "glossary: 'one': 1 terms with up to 1 alternatives of up to"),
         ({"one": [*map(str.upper, WORDS)]}, "glossary: 'one': 1 terms with up to 10 alternatives"),
+        ({"one " * 65: "ONE"}, "glossary: '.*' has 65 words; expected a source term of at most 64"),
+        ({"\u200b": "ONE"}, "glossary: '.u200b' has no visible character"),
     ],
 )
 def test_an_invalid_glossary(translator, glossary, message):
@@ -188,6 +199,56 @@ def test_terms_in_a_text(tokenizer):
         assert sorted(glossary.found_in(text)) == sorted(found)
 
 
+@pytest.mark.parametrize(
+    ("term", "text"),
+    [
+        ("café", "Le cafe\u0301 noir"),
+        ("cafe\u0301", "Le café noir"),
+        ("don't", "I don’t"),
+        ("l’eau", "de l'eau"),
+        ("well-known", "a well\u2011known man"),
+        ("“quote”", 'a "quote" here'),
+        ("data base", "a da\u00adta\u00a0base"),
+        *(("ภาษาไทย", "ฉันพูดภาษาไทยได้"), ("ລາວ", "ພາສາລາວແມ່ນ"), ("မြန်မာ", "ကျွန်တော်မြန်မာစကား")),
+        *(("ខ្មែរ", "ភាសាខ្មែរគឺ"), ("东京", "我在东京。"), ("トウキョウ", "私はトウキョウにいる")),
+    ],
+)
+def test_a_term_is_found_however_it_is_spelled(tokenizer, term, text):
+    glossary = Glossary({term: "ONE"}, tokenizer.target, "", [])
+    assert list(glossary.found_in(text)) == [term] and glossary.num_found == 1
+    assert not glossary.found_in(text.replace("a", "x").replace("e", "x")[::-1])
+
+
+def test_two_spellings_of_a_term_are_alternatives(tokenizer):
+    glossary = Glossary({"don't": "ONE", "don’t": ["TWO", "ONE"]}, tokenizer.target, "", [])
+    assert [term.text for term in glossary["don't"]] == [" ONE", " TWO"] and len(glossary) == 1
+
+
+def test_terms_are_found_in_linear_time(tokenizer):
+    """However many terms begin with the same words."""
+    terms = {" ".join(["one"] * count + ["two"]): "ONE" for count in range(1, MAX_WORDS)}
+    glossary = Glossary(terms, tokenizer.target, "", [])
+    start = time.process_time()
+    assert not glossary.found_in("one " * 20_000)
+    assert time.process_time() - start < 2
+
+
+def test_repetitions_are_noticed():
+    assert (
+        repetition(["▁yes", "▁", "n", "o", "▁", "n", "o", "▁", "n", "o", "▁", "n", "o"], {}) == "no"
+    )
+    assert not repetition(["▁so", "▁so", "▁so", "▁good"], {})
+    assert not repetition([], {})
+    assert not repetition(["▁ha"] * 4, {"laugh": [TargetTerm(" ha ha ha ha", [5] * 4)]})
+
+
+def test_a_repetition_is_a_warning(translator, caplog):
+    plan = translator.plan(Request("one", number=3, glossary={"one": "TWO"}))
+    [ids] = translator.tokenizer.target.encode(["SIX SIX SIX SIX SIX TWO"])
+    plan.join([[Hypothesis(ids, -1.0, -1.0, [])]])
+    assert "Line 3: the translation repeats 'SIX'. Models do this if they would" in caplog.text
+
+
 def test_unmet_terms(tokenizer):
     found = Glossary({"a": ["ONE", "TWO THREE"], "b": "FOUR"}, tokenizer.target, "", [])
     assert unmet(found, "TWO THREE FOUR") == unmet(found, "FOURS ONE") == ()
@@ -208,6 +269,13 @@ def test_files(tmp_path):
     path = tmp_path / "terms.tsv"
     path.write_text("dog\tHund\n\n dog \tKöter \tRüde\nNew York\tNew York\n", encoding="utf-8")
     assert read_glossary(path) == {"dog": ["Hund", "Köter", "Rüde"], "New York": ["New York"]}
+    # Spreadsheets pad rows with tabs and repeat them.
+    path.write_text("dog\tHund\t\t\n\t\t\ndog\tHund\t\ndog\t\tRüde\n", encoding="utf-8")
+    assert read_glossary(path) == {"dog": ["Hund", "Rüde"]}
+    for line in ("dog\t\t", "\tHund"):
+        path.write_text(f"{line}\n")
+        with pytest.raises(UserError, match=r"line 1 is .*; expected a source term and target"):
+            read_glossary(path)
     path.write_text("dog\tHund\ncat Katze\n")
     with pytest.raises(UserError, match=r"terms.tsv, line 2 is 'cat Katze'; expected a source"):
         read_glossary(path)

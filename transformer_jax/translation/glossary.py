@@ -1,47 +1,103 @@
-"""Glossaries: source terms whose translations must contain given target terms."""
+"""Glossaries: source terms whose translations must contain given target terms.
+
+A text is compared with the source terms word by word, in a tree of their words, so the time is
+linear in the length of the text, whatever the size of the glossary.
+"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.lexical_constraints import term_table
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.translation.requests import GlossaryTerms, check_text
+from transformer_jax.translation.scripts import CHINESE_JAPANESE, UNSPACED
 
-Found = dict[str, list[tuple[str, list[int]]]]
-"""Source terms, each with its target terms as text and as token ids."""
+MAX_WORDS = 64
+"""Maximum number of words of a source term."""
 
-_UNSPACED = r"\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-\U0003ffff"  # Chinese, Japanese
-# Accents, points and vowel signs, which are part of their word (Latin to Sinhala).
-_MARKS = "".join(x for x in map(chr, range(0x300, 0xE00)) if unicodedata.category(x)[0] == "M")
-_WORD = re.compile(rf"[{_UNSPACED}]|(?:[^\W{_UNSPACED}]|[{_MARKS}])+|[^\w\s]")
+
+class TargetTerm(NamedTuple):
+    """One of the target terms for a source term."""
+
+    text: str
+    """The decoded term, with a space before it unless it can occur without one."""
+    ids: list[int]
+
+
+Terms: TypeAlias = dict[str, list[TargetTerm]]
+"""Source terms, each with its target terms."""
+
+# Accents, points and vowel signs, which are part of their word (Latin to Khmer).
+_MARKS = "".join(
+    character
+    for character in map(chr, range(0x300, 0x1800))
+    if unicodedata.category(character)[0] == "M"
+)
+_WORD = re.compile(rf"[{UNSPACED}][{_MARKS}]*|(?:[^\W{UNSPACED}]|[{_MARKS}])+|[^\w\s]")
+# Other forms of apostrophes, quotation marks and hyphens, and invisible characters.
+_SAME = str.maketrans(
+    dict.fromkeys("’‘ʼ‛＇", "'")
+    | dict.fromkeys("“”„‟＂", '"')
+    | dict.fromkeys("‐‑", "-")
+    | dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\ufeff", None)
+)
 
 
 def read_glossary(path: str | Path) -> dict[str, list[str]]:
     """Read a TSV file (optionally ``.gz``, or a URL): a source term, then one or more target terms.
-    Lines with the same source term add alternatives. Raises ``UserError`` for a line without tab.
+    Empty columns are ignored. Lines with the same source term add alternatives.
+
+    Raises ``UserError`` for a line without a target term.
     """
     terms: dict[str, list[str]] = {}
     for number, line in enumerate(read_lines(path), 1):
-        source, *targets = (column.strip() for column in line.split("\t"))
-        if source and not targets:
+        source, *columns = (column.strip() for column in line.split("\t"))
+        targets = [column for column in columns if column]
+        if not source and not targets:
+            continue
+        if not source or not targets:
             raise UserError(
                 f"{path}, line {number} is {short_repr(line)}; expected a source term and target "
                 "terms, separated by tabs."
             )
-        if source:
-            terms.setdefault(source, []).extend(targets)
-    return terms
+        terms.setdefault(source, []).extend(targets)
+    return {source: list(dict.fromkeys(targets)) for source, targets in terms.items()}
 
 
-class Glossary(Found):
-    """Tokenized terms of a glossary."""
+def words_of(text: str) -> list[str]:
+    """Return the words of a text as they are compared: in Unicode's composed form, with plain
+    apostrophes and hyphens. A word after white space, except the first, begins with a space.
+    """
+    text = unicodedata.normalize("NFC", text).translate(_SAME)
+    words = list[str]()
+    end = 0
+    for word in _WORD.finditer(text):
+        is_spaced = bool(words) and word.start() > end
+        words.append(" " * is_spaced + word[0])
+        end = word.end()
+    return words
+
+
+class _Node:
+    """A node of the tree of source terms: the words so far."""
+
+    __slots__ = ("next", "source")
+
+    def __init__(self) -> None:
+        self.next = dict[str, _Node]()
+        self.source = ""
+        """The source term that ends here, if any."""
+
+
+class Glossary(Mapping[str, list[TargetTerm]]):
+    """Tokenized terms of a glossary: target terms by source term."""
 
     def __init__(
         self, terms: GlossaryTerms, target: SubwordModel, name: str, forbidden: Collection[int]
@@ -53,68 +109,152 @@ class Glossary(Found):
         """
         if not isinstance(terms, Mapping):
             raise UserError(f"{name} is {short_repr(terms)}; expected target terms by source term.")
-        super().__init__()
-        for source, chosen in terms.items():
+        self._terms: Terms = {}
+        self._root = _Node()
+        self._found = set[str]()
+        for source, targets in terms.items():
             where = f"{name}: {short_repr(source)}"
-            targets = [chosen] if isinstance(chosen, str) else chosen
-            if not isinstance(targets, list | tuple) or not targets:
-                raise UserError(f"{where} is {short_repr(chosen)}; expected target terms.")
-            found: list[tuple[str, list[int]]] = []
-            for text in (source, *targets):
-                check_text(text, where)
-                if not text.strip():
-                    raise UserError(f"{where} has the blank term {text!r}; remove it.")
-            for text in targets:
-                found += (pairs := _tokenized(text.strip(), target))
-                if wrong := {*pairs[0][1]} & {*forbidden}:
-                    raise UserError(
-                        f"{where}: the target term {short_repr(text)} has tokens that cannot be "
-                        f"generated ({' '.join(target.tokens(wrong))}); change it."
-                    )
-            term_table([[ids for _, ids in found]], where)
-            self[" ".join(source.split())] = found
-        self._longest = max(map(len, map(_WORD.findall, terms)), default=0)
+            texts = _checked(source, targets, where)
+            words = words_of(source)
+            if len(words) > MAX_WORDS:
+                raise UserError(
+                    f"{where} has {len(words)} words; expected a source term of at most "
+                    f"{MAX_WORDS}."
+                )
+            found = list[TargetTerm]()
+            for text in texts:
+                found += _tokenized(text, target, where, forbidden)
+            term_table([[term.ids for term in found]], where)  # raises an error for too many
+            self._add(words, " ".join(source.split()), found)
 
-    def found_in(self, text: str, *others: Glossary) -> Found:
+    def __getitem__(self, source: str) -> list[TargetTerm]:
+        return self._terms[source]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._terms)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+    @property
+    def num_found(self) -> int:
+        """Number of source terms that have occurred in a text."""
+        return len(self._found)
+
+    def found_in(self, text: str, own: Glossary | None = None) -> Terms:
         """Find the source terms that occur in a text as whole words, with any white space between
         them. If terms overlap, the first counts, and of those that begin together the longest.
-        ``others`` add terms, and replace the target terms of the same source term.
+        ``own`` adds terms, and replaces the target terms of the same source term.
         """
-        terms = ChainMap(*others, self)
-        longest = max(its._longest for its in (self, *others))
-        text = " ".join(text.split()) if longest else ""
-        spans = [word.span() for word in _WORD.finditer(text)]
-        found, first = Found(), 0
-        while first < len(spans):
-            end = min(len(spans), first + longest)
-            for last in range(end - 1, first - 1, -1):
-                source = text[spans[first][0] : spans[last][1]]
-                if source in terms:
-                    found[source] = terms[source]
-                    first = last
-                    break
-            first += 1
+        glossaries = [self] if own is None else [own, self]
+        glossaries = [glossary for glossary in glossaries if glossary]
+        found: Terms = {}
+        if not glossaries:
+            return found
+        words = words_of(text)
+        first = 0
+        while first < len(words):
+            longest = 0
+            for glossary in glossaries:
+                length, source = glossary._longest_at(words, first)
+                if length > longest:
+                    longest = length
+                    found_source = source
+                    owner = glossary
+            if longest:
+                owner._found.add(found_source)
+                found[found_source] = owner[found_source]
+            first += max(1, longest)
         return found
 
+    def _add(self, words: Sequence[str], source: str, targets: list[TargetTerm]) -> None:
+        """Add a term; two source terms with the same words are one, with the targets of both."""
+        node = self._root
+        for word in words:
+            node = node.next.setdefault(word, _Node())
+        node.source = node.source or source
+        known = self._terms.setdefault(node.source, [])
+        known += [term for term in targets if term not in known]
 
-def unmet(found: Found, translation: str) -> tuple[str, ...]:
+    def _longest_at(self, words: Sequence[str], first: int) -> tuple[int, str]:
+        """Return the number of words of the longest source term that begins at a word, and the
+        term.
+        """
+        length = 0
+        source = ""
+        for number, node in enumerate(self._path(words, first), 1):
+            if node.source:
+                length = number
+                source = node.source
+        return length, source
+
+    def _path(self, words: Sequence[str], first: int) -> Iterator[_Node]:
+        """Yield the nodes of the words from ``first`` on, as long as there are terms."""
+        node = self._root.next.get(words[first].removeprefix(" "))
+        place = first + 1
+        while node is not None:
+            yield node
+            node = node.next.get(words[place]) if place < len(words) else None
+            place += 1
+
+
+def unmet(terms: Mapping[str, list[TargetTerm]], translation: str) -> tuple[str, ...]:
     """Return the source terms without any of their target terms in the translation."""
     text = f" {translation}"
     return tuple(
         source
-        for source, targets in found.items()
-        if not any(target in text for target, _ in targets)
+        for source, targets in terms.items()
+        if not any(target.text in text for target in targets)
     )
 
 
-def _tokenized(text: str, target: SubwordModel) -> list[tuple[str, list[int]]]:
-    """Tokenize a target term as after a space. A Chinese or Japanese term also as without it.
-    Returns the decoded text, with the space if necessary, and token ids of each.
-    """
-    [before], [both] = target.encode(["a"], first=()), target.encode([f"a {text}"], first=())
+def _checked(source: Any, targets: Any, where: str) -> list[str]:
+    """Return the target terms of a source term without repeats, or raise ``UserError``."""
+    texts = [targets] if isinstance(targets, str) else targets
+    if not isinstance(texts, list | tuple) or not texts:
+        raise UserError(f"{where} is {short_repr(targets)}; expected target terms.")
+    for text in (source, *texts):
+        check_text(text, where)
+        if not text.strip():
+            raise UserError(f"{where} has the blank term {text!r}; remove it.")
+    if not words_of(source):
+        raise UserError(f"{where} has no visible character; remove it.")
+    return list(dict.fromkeys(text.strip() for text in texts))
+
+
+def _tokenized(
+    text: str, target: SubwordModel, where: str, forbidden: Collection[int]
+) -> list[TargetTerm]:
+    """Tokenize a target term as after a space. A Chinese or Japanese term also as without it."""
+    [before] = target.encode(["a"], first=())
+    [both] = target.encode([f"a {text}"], first=())
     ids = both[len(before) :]
+    wrong = {*ids} & {*forbidden}
+    if wrong:
+        raise UserError(
+            f"{where}: the target term {short_repr(text)} has tokens that cannot be "
+            f"generated ({' '.join(target.tokens(wrong))}); change it."
+        )
     decoded = target.decode(ids).strip()
-    if not re.match(f"[{_UNSPACED}]", text):
-        return [(f" {decoded}", ids)]
+    if not re.match(f"[{CHINESE_JAPANESE}]", text):
+        return [TargetTerm(f" {decoded}", ids)]
     tokens = [token.removeprefix("▁") for token in target.tokens(ids)]
-    return [(decoded, ids), (decoded, target.ids(filter(None, tokens)))]
+    unspaced = target.ids(token for token in tokens if token)
+    return [TargetTerm(decoded, ids), TargetTerm(decoded, unspaced)]
+
+
+def repetition(tokens: Sequence[str], terms: Terms) -> str:
+    """Return what a translation says four or more times in a row, if anything: up to four tokens
+    that no target term repeats. A model that is forced to use a term it would never say does this.
+    """
+    joined = "\0".join(tokens) + "\0"
+    repeated = _REPETITION.search(joined)
+    if repeated is None:
+        return ""
+    phrase = repeated[1].replace("\0", "").replace("▁", " ").strip()
+    texts = [term.text for targets in terms.values() for term in targets]
+    return "" if any(text.count(phrase) > 3 for text in texts) else phrase
+
+
+# Up to four tokens, each with its end, again at least three times.
+_REPETITION = re.compile(r"(?:^|(?<=\0))((?:[^\0]+\0){1,4}?)\1{3,}")

@@ -27,11 +27,12 @@ from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.alignment import Alignment, concatenated
-from transformer_jax.translation.glossary import Found, Glossary, unmet
+from transformer_jax.translation.glossary import Glossary, Terms, repetition, unmet
 from transformer_jax.translation.markup import PLACEHOLDERS, Document
 from transformer_jax.translation.requests import GlossaryTerms, Request, Translation, check_text
 from transformer_jax.translation.segments import Segment, cut
 from transformer_jax.translation.sentences import Divided, Joiner, divide, undivided
+from transformer_jax.translation.tags import TagCheck
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Part:
     """One for each segment."""
     after: str
     """Text after the last segment, without a letter or digit."""
-    terms: Found
+    terms: Terms
     """Terms of the glossaries that occur in the text."""
     needs_alignment: bool
     """The translation needs an alignment, because the line has tags or placeholders."""
@@ -83,6 +84,12 @@ class Part:
             if ranked[0].unmet:
                 message = "%s: the translation lacks the glossary's terms for: %s."
                 logger.warning(message, self.request.name, ", ".join(ranked[0].unmet))
+            repeated = repetition(ranked[0].tokens, self.terms)
+            if repeated:
+                message = "%s: the translation repeats %s. Models do this if they would never use "
+                message += "a term (%s); shorten it, or give alternatives."
+                names = short_repr(", ".join(self.terms))
+                logger.warning(message, self.request.name, short_repr(repeated), names)
         return ranked
 
     def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
@@ -216,6 +223,7 @@ class Planner:
     """Maximum number of target tokens of a prefix."""
     can_have_terms: bool
     """Whether the search supports glossaries."""
+    tags: TagCheck
 
     def glossary(self, terms: GlossaryTerms, name: str) -> Glossary:
         """Tokenize a glossary once for many requests. ``name`` is for messages. Raises
@@ -250,6 +258,7 @@ class Planner:
           UserError: the text, the prefix, a language or the glossary is invalid.
         """
         check_text(request.text, request.name)
+        self.tags.check(request)
         own_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
         parts = _Parts(self, request, [glossary, own_glossary], max(1, num_hypotheses))
         parts.language = language or request.source_language
@@ -316,6 +325,8 @@ class _Parts:
         tokenizer = self._planner.tokenizer
         request = dataclasses.replace(self._request, text=self.tag + source, prefix=self._text)
         segments, after = self._segments(request)
+        terms = self._terms(request.text)
+        whole = len(segments) == 1
         sentences = list[Sentence]()
         for index, segment in enumerate(segments):
             sentences.append(
@@ -324,12 +335,11 @@ class _Parts:
                     self._prefix,
                     seed=(max(1, request.number) + _SEEDS * index) % 2**32,
                     wanted=self._num_hypotheses,
-                    terms=self._term_table(segment.text),
+                    terms=self._term_table(terms if whole else self._terms(segment.text)),
                 )
             )
             self._prefix = self._first_target  # the language begins every segment
         self._text = ""
-        terms = self._terms(request.text)
         return Part(
             request, source, before, segments, sentences, after, terms, needs_alignment, tokenizer
         )
@@ -384,13 +394,12 @@ class _Parts:
             )
         return prefix
 
-    def _terms(self, text: str) -> Found:
+    def _terms(self, text: str) -> Terms:
         """Find the terms of the glossaries in a text."""
         glossary, own_glossary = self._glossaries
         return glossary.found_in(text, own_glossary)
 
-    def _term_table(self, text: str) -> np.ndarray | None:
-        terms = [[ids for _, ids in targets] for targets in self._terms(text).values()]
+    def _term_table(self, terms: Terms) -> np.ndarray | None:
         if not terms:
             return None
         if not self._planner.can_have_terms:
@@ -398,4 +407,5 @@ class _Parts:
                 "decoding.method is 'sample'; expected 'beam', because only beam search can use a "
                 "glossary."
             )
-        return term_table(terms, f"{self._request.name}: glossary")
+        alternatives = [[target.ids for target in targets] for targets in terms.values()]
+        return term_table(alternatives, f"{self._request.name}: glossary")

@@ -185,6 +185,7 @@ def _translating(translator: Translator, arguments: Arguments, size: int) -> Tra
                 protect=(*PLACEHOLDERS, *arguments.files.protect),
             )
             yield from zip(window, translations)
+        translator.log_glossary()
 
     return translate
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, count, islice
@@ -30,6 +31,9 @@ from transformer_jax.translation.requests import (
     check_patterns,
 )
 from transformer_jax.translation.scoring import Scorer
+from transformer_jax.translation.tags import TagCheck
+
+logger = logging.getLogger(__name__)
 
 
 class Translator:
@@ -70,6 +74,7 @@ class Translator:
             longest_source=self.engines[0].longest_source - 1,  # EOS takes one position
             longest_prefix=self.config.longest_target(1, model.config.position_limit) - 1,
             can_have_terms=self.config.method == "beam",
+            tags=TagCheck(tokenizer),
         )
         self._glossary = self.tokenized(glossary or {}, "The glossary")
 
@@ -207,6 +212,12 @@ class Translator:
         ``UserError`` if a term is invalid.
         """
         return self._planner.glossary(terms, name)
+
+    def log_glossary(self) -> None:
+        """Log how many terms of the translator's glossary have occurred in the input."""
+        if self._glossary:
+            message = "%d of the glossary's %d source terms occur in the input."
+            logger.info(message, self._glossary.num_found, len(self._glossary))
 
     def _run(self, plans: Sequence[Plan], layer: int | None) -> Iterator[list[Translation]]:
         """Search for the sentences of all plans together."""
