@@ -25,7 +25,7 @@ from transformer_jax.serving.answering import Answering, PlannedText
 from transformer_jax.serving.async_translator import AsyncTranslator
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.live_rows import LiveRows
-from transformer_jax.serving.schema import Answer, Query
+from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
 from transformer_jax.serving.workers import Entry, SearchFailed
 from transformer_jax.settings.config import TokenizerConfig
@@ -199,19 +199,20 @@ def test_alternatives_are_other_texts_without_repeats(translator, count: int) ->
     found = [["A", "A", "B", "C"], ["a"], ["x", "y", "x", "y"]]
     plan = translator.plan(Request("one\ntwo\nsix"), divided=True)
 
-    async def answer(sentences: list[list[str]]) -> Answer:
+    async def answer(sentences: list[list[str]]) -> dict[str, Any]:
         hypotheses = [[Translation(text, 0, 0, 1) for text in its] for its in sentences]
         tasks = [asyncio.create_task(asyncio.sleep(0, its)) for its in hypotheses]
         query = Query(q="one\ntwo\nsix", target="de", alternatives=count)
-        return await Answering(query, Pair("en", "de"), [PlannedText(plan, tasks)]).whole()
+        content = await Answering(query, Pair("en", "de"), [PlannedText(plan, tasks)]).whole()
+        return json.loads(content)
 
     for sentences in product(found, repeat=3):
         ranks = range(1, count + 1)
         texts = ["\n".join(its[min(rank, len(its) - 1)] for its in sentences) for rank in ranks]
         answered = asyncio.run(answer(list(sentences)))
         best = "\n".join(its[0] for its in sentences)
-        assert answered.translatedText == best
-        assert answered.alternatives == list(dict.fromkeys(x for x in texts if x != best))
+        assert answered["translatedText"] == best
+        assert answered["alternatives"] == list(dict.fromkeys(x for x in texts if x != best))
 
 
 def test_attention_has_a_row_for_each_token_unless_the_text_is_long(server: Server) -> None:

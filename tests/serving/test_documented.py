@@ -13,9 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 
-from transformer_jax.serving import app, service, workers
+from transformer_jax.serving import query_reader, service, workers
 from transformer_jax.serving.__main__ import UVICORN
 from transformer_jax.serving.flags import Arguments
+from transformer_jax.serving.log_limit import LogLimit
 from transformer_jax.serving.protocol import Protocol
 from transformer_jax.serving.schema import Query
 
@@ -94,14 +95,16 @@ FIGURES: dict[str, tuple[float, ...]] = {
     ),
     r"except for sentences of more than (\d+) tokens": (service._LONGEST_ALIGNED,),
     r"\| (\d+) × `--max-characters` \+ ([\d,]+) bytes": (
-        app._BYTES_A_CHARACTER,
-        app._BYTES_BESIDES,
+        query_reader._BYTES_PER_CHARACTER,
+        query_reader._OTHER_BYTES,
     ),
     r"\| headers \| (\d+) KB": (UVICORN["h11_max_incomplete_event_size"] / 1024,),
     r"up to (eight) decoding\s+steps at a time \(up to (\d+) with one row\)": (
         workers._STEPS,
         workers._STEPS_OF_ONE,
     ),
+    r"sends no complete headers for (\d+) seconds": (Protocol.header_timeout,),
+    r"(\d+) warnings of a kind in (\d+) seconds": (LogLimit.burst, LogLimit.seconds),
     r"are disconnected after (\d+) to (\d+) seconds": (Protocol.patience, 2 * Protocol.patience),
 }
 

@@ -17,9 +17,9 @@ from servers import LINES, Reply, Server, answering
 from starlette.responses import Response
 
 from transformer_jax.serving import service as service_module
-from transformer_jax.serving.__main__ import allowed_hosts
 from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Arguments, Pair
+from transformer_jax.serving.hosts import allowed_hosts
 from transformer_jax.serving.schema import Query
 from transformer_jax.translation import plan as plan_module
 from transformer_jax.translation.requests import Request
@@ -364,12 +364,13 @@ def test_the_queue_is_shared_by_all_requests(
             assert server.service.num_accepted == taken
 
 
-GOOD_HOSTS = ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"]
+GOOD_HOSTS = ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "10.1.2.3:8000", "[::1]"]
 BAD_HOSTS = ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "", "[::1"]
+BAD_HOSTS += ["::1", "10.1.2.3.evil.example:80", "1", "[10.1.2.3]", "localhost:x"]
 
 
 def test_hosts_are_checked(server: Server) -> None:
-    hosts = allowed_hosts(Arguments(), "127.0.0.1")
+    hosts = allowed_hosts((), "127.0.0.1", "127.0.0.1")
     app = App(server.service, timeout=60, allowed_hosts=hosts).asgi()
     with answering(app, lifespan="off") as port:
         local = server._replace(port=port)
@@ -383,9 +384,9 @@ def test_hosts_are_checked(server: Server) -> None:
 @pytest.mark.parametrize(
     ("flags", "address", "allowed"),
     [
-        ({}, "127.0.0.1", ("localhost", "127.0.0.1", "[::1]", "127.0.0.1")),
-        ({"host": "my-pc"}, "127.0.1.1", ("localhost", "127.0.0.1", "[::1]", "my-pc")),
-        ({"host": "localhost"}, "::1", ("localhost", "127.0.0.1", "[::1]", "localhost")),
+        ({}, "127.0.0.1", ["localhost", "127.0.0.1"]),
+        ({"host": "my-pc"}, "127.0.1.1", ["localhost", "my-pc"]),
+        ({"host": "localhost"}, "::1", ["localhost", "localhost"]),
         ({"host": "0.0.0.0"}, "0.0.0.0", ["*"]),
         ({"host": "::"}, "::", ["*"]),
         ({"allowed_hosts": ("a.example",)}, "127.0.0.1", ("a.example",)),
@@ -393,7 +394,19 @@ def test_hosts_are_checked(server: Server) -> None:
     ],
 )
 def test_default_hosts(flags, address, allowed) -> None:
-    assert allowed_hosts(Arguments(**flags), address) == allowed
+    arguments = Arguments(**flags)
+    assert allowed_hosts(arguments.allowed_hosts, arguments.host, address) == allowed
+
+
+def test_probes_and_scrapes_name_an_address(server: Server) -> None:
+    """A pod's health check names its IP address, whatever --allowed-hosts has."""
+    app = App(server.service, timeout=60, allowed_hosts=["a.example"]).asgi()
+    with answering(app, lifespan="off") as port:
+        local = server._replace(port=port)
+        for host in "10.8.0.7:8000", "127.0.0.1", "localhost:1", "a.example":
+            for path in "/health", "/metrics":
+                assert local.request("GET", path, host=host).status == 200
+        assert local.request("GET", "/health", host="b.example").status == 400
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import json
 import pytest
 
 from transformer_jax.errors import UserError
-from transformer_jax.translation.requests import Record, blocks, read_records
+from transformer_jax.translation.input_file import Record, read_records
+from transformer_jax.translation.requests import blocks
 
 
 def stream(*lines):

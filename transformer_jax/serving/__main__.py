@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +52,19 @@ def _serve(argv: list[str] | None) -> None:
         import uvicorn
 
         from transformer_jax.serving.app import App
+        from transformer_jax.serving.hosts import allowed_hosts
+        from transformer_jax.serving.log_limit import LogLimit
     # On a signal, uvicorn finishes open requests, stops and raises the signal again. Then exit
     # immediately: nothing needs to be saved, a running compilation cannot be canceled, and an
     # exception could be caught anywhere.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    _raise_open_files()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
     with _listen(arguments) as listening:
-        hosts = allowed_hosts(arguments, listening.getsockname()[0])
+        address = listening.getsockname()[0]
+        hosts = allowed_hosts(arguments.allowed_hosts, arguments.host, address)
         service = _load(arguments, served)
         app = App(service, timeout=arguments.timeout, allowed_hosts=hosts)
         config = uvicorn.Config(
@@ -73,10 +79,10 @@ def _serve(argv: list[str] | None) -> None:
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def allowed_hosts(arguments: Arguments, address: str) -> Sequence[str]:
-    """Return ``--allowed-hosts`` or its default for a server at this IP address."""
-    local = "localhost", "127.0.0.1", "[::1]", arguments.host
-    return arguments.allowed_hosts or (local if ip_address(address).is_loopback else ["*"])
+def _raise_open_files() -> None:
+    """Allow as many open files as the system does; each client needs one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _load(arguments: Arguments, served: Sequence[Served]) -> Service:

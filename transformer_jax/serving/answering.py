@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from transformer_jax import Translation
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import (
@@ -20,6 +22,8 @@ from transformer_jax.translation.plan import Plan
 from transformer_jax.translation.sentences import Joiner
 
 Task = asyncio.Task[list[Translation]]
+
+_EVENT = TypeAdapter(SentenceEvent)
 
 
 class PlannedText:
@@ -47,31 +51,42 @@ class Answering:
     pair: Pair
     texts: Sequence[PlannedText]
 
-    async def whole(self) -> Answer:
-        """Wait for the complete response."""
+    async def whole(self) -> bytes:
+        """Wait for the complete response. Returns it as JSON."""
         await asyncio.gather(*(task for text in self.texts for task in text.tasks))
-        return await asyncio.to_thread(self._answer)
+        return await asyncio.to_thread(self._response)
 
-    async def by_sentence(self) -> AsyncGenerator[SentenceEvent | Answer]:
-        """Yield the sentences of a single text in order, then the complete response."""
+    async def by_sentence(self) -> AsyncGenerator[tuple[str, bytes]]:
+        """Yield the sentences of a single text in order, then the complete response: a kind,
+        ``sentence`` or ``done``, with JSON.
+        """
         [text] = self.texts
         joiner = Joiner()
-        is_document = text.plan.document is not None
         try:
-            for index, (part, task) in enumerate(zip(text.plan.parts, text.tasks)):
-                translations = await task
-                separator = joiner.add(part.before, part.source, translations[0].text)
-                yield SentenceEvent.of_ranked(
-                    translations,
-                    self.query.alternatives > 0,
-                    source=part.source,
-                    index=index,
-                    before="" if is_document else separator,
-                )
-            yield await asyncio.to_thread(self._answer)
+            for index, task in enumerate(text.tasks):
+                await task
+                yield "sentence", await asyncio.to_thread(self._event, text, index, joiner)
+            yield "done", await asyncio.to_thread(self._response)
         finally:
             for task in text.tasks:
                 task.cancel()
+
+    def _event(self, text: PlannedText, index: int, joiner: Joiner) -> bytes:
+        """Return the event of a sentence. Takes time if it has attention weights."""
+        part = text.plan.parts[index]
+        translations = text.tasks[index].result()
+        separator = joiner.add(part.before, part.source, translations[0].text)
+        event = SentenceEvent.of_ranked(
+            translations,
+            self.query.alternatives > 0,
+            source=part.source,
+            index=index,
+            before="" if text.plan.document is not None else separator,
+        )
+        return _EVENT.dump_json(event, exclude_none=True)
+
+    def _response(self) -> bytes:
+        return self._answer().model_dump_json(exclude_none=True).encode()
 
     def _answer(self) -> Answer:
         query = self.query

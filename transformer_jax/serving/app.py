@@ -9,29 +9,25 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
 from prometheus_fastapi_instrumentator import Instrumentator
-from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from transformer_jax import SearchFailed, UserError
-from transformer_jax.errors import short_repr
 from transformer_jax.serving.answering import Answering
+from transformer_jax.serving.hosts import HostCheck
+from transformer_jax.serving.query_reader import read_query
 from transformer_jax.serving.refused import Refused
 from transformer_jax.serving.schema import (
-    CONTENT_TYPES,
     Answer,
     Error,
     Language,
-    Query,
     Status,
     request_body,
 )
@@ -47,8 +43,6 @@ _STATUSES: dict[int | str, dict[str, Any]] = {
 }
 # uvicorn drops the body of a response to HEAD.
 _METHODS = {"GET": "GET", "HEAD": "GET", "POST": "POST"}
-_BYTES_A_CHARACTER = 12  # at most: \ud83d\ude00 in JSON, %F0%9F%98%80 in a form
-_BYTES_BESIDES = 10_000
 
 
 class App:
@@ -56,9 +50,11 @@ class App:
 
     def __init__(self, service: Service, *, timeout: float, allowed_hosts: Sequence[str] = ("*",)):
         """``timeout`` is the maximum number of seconds from a request's start to its response.
-        ``allowed_hosts`` are names for ``TrustedHostMiddleware``.
+        ``allowed_hosts`` are names for ``HostCheck``.
         """
-        self.service, self.timeout, self.allowed_hosts = service, timeout, allowed_hosts
+        self.service = service
+        self.timeout = timeout
+        self.allowed_hosts = allowed_hosts
 
     def asgi(self) -> FastAPI:
         """Build the ASGI application, for a server such as uvicorn."""
@@ -94,18 +90,19 @@ class App:
         measured = Instrumentator(should_group_status_codes=False, registry=registry)
         measured.instrument(app).expose(app, endpoint="/metrics")
         app.add_middleware(partial(partial, _with_known_method))
-        # Added last, runs first. A site whose name resolves to this server (DNS rebinding) sends
-        # its own name.
-        hosts = self.allowed_hosts
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        # Added last, runs first.
+        app.add_middleware(HostCheck, allowed=self.allowed_hosts)
         return app
 
-    async def translate(self, request: Request) -> Answer | Response:
+    async def translate(self, request: Request) -> Response:
         """Translate one or more texts. Extends LibreTranslate's API."""
         async with asyncio.timeout(self.timeout):
-            answering = await self.service.begin(await self._query(request))
-            answer = await _unless_gone(request, answering.whole())
-        return answer or Response(status_code=499)  # the client disconnected
+            query = await read_query(request, self.service.max_characters)
+            answering = await self.service.begin(query)
+            content = await _unless_gone(request, answering.whole())
+        if content is None:
+            return Response(status_code=499)  # the client disconnected
+        return Response(content, media_type="application/json")
 
     async def stream(self, request: Request) -> Response:
         """Translate one text and stream the result: a `sentence` event as each sentence finishes,
@@ -113,7 +110,7 @@ class App:
         """
         end = asyncio.get_running_loop().time() + self.timeout
         async with asyncio.timeout_at(end):
-            query = await self._query(request)
+            query = await read_query(request, self.service.max_characters)
             if not isinstance(query.q, str):
                 raise UserError(
                     "q is a list; expected a single string. Use /translate to translate a list."
@@ -135,64 +132,19 @@ class App:
         response.status_code = 200 if status == "ok" else 503
         return Status(status=status)
 
-    async def _query(self, request: Request) -> Query:
-        """Parse a request: JSON, or form data and query parameters.
-
-        Raises:
-          UserError: a field is invalid, or the text is not UTF-8.
-          Refused: the request is cross-site (any web page could otherwise use a local server), its
-            body is too large, or its content type is unsupported.
-        """
-        site = request.headers.get("sec-fetch-site")  # sent over HTTPS and to localhost only
-        origin, host = request.headers.get("origin"), request.headers.get("host")
-        same = origin is None or origin.partition("://")[2] == host
-        if site not in ("same-origin", "none") if site else not same:
-            said = "The request comes from another site; expected the web UI or an API client."
-            raise Refused(403, said)
-        body = await self._body(request)
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if body and kind not in CONTENT_TYPES:
-            said = f"The content type is {short_repr(kind)}; expected {' or '.join(CONTENT_TYPES)}."
-            raise Refused(415, said)
-        try:
-            if body and kind == "application/json":
-                return Query.model_validate_json(body)
-            form = f"{request.scope['query_string'].decode()}&{body.decode()}"
-            fields = parse_qs(form, keep_blank_values=True, errors="strict")
-            return Query.model_validate(
-                {name: each if len(each) > 1 else each[0] for name, each in fields.items()}
-            )
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = [*first["loc"], "The request"][0]
-            raise UserError(f"{field}: {first['msg']}; got {short_repr(first['input'])}.") from None
-        except UnicodeError:
-            raise UserError("The form or a query parameter is not valid UTF-8.") from None
-
-    async def _body(self, request: Request) -> bytes:
-        limit = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                said = f"The body is too large; expected at most {limit} bytes. Send less text."
-                raise Refused(413, said, limit=limit)
-        return bytes(body)
-
-    async def _events(self, answering: Answering, end: float) -> AsyncIterator[str]:
+    async def _events(self, answering: Answering, end: float) -> AsyncIterator[bytes]:
         kind = "sentence"
         try:
-            async with aclosing(answering.by_sentence()) as coming:
+            async with aclosing(answering.by_sentence()) as events:
                 while kind == "sentence":
                     async with asyncio.timeout_at(end):
-                        each = await anext(coming)
-                    kind = "done" if isinstance(each, Answer) else kind
-                    yield _event(kind, each)
+                        kind, content = await anext(events)
+                    yield _event(kind, content)
         except Exception as error:
             refused = self._refused(error)
             if refused.status_code == 500:
                 logger.exception("Streaming a translation failed.")
-            yield _event("error", refused.body)
+            yield _event("error", refused.content)
 
     def _refused(self, error: Exception) -> Refused:
         match error:
@@ -203,8 +155,8 @@ class App:
             case SearchFailed():
                 return Refused(503, FAILED)
             case TimeoutError():
-                said = f"The request timed out after {self.timeout:g} s. Send less text or retry."
-                return Refused(503, said)
+                message = f"The request timed out after {self.timeout:g} s."
+                return Refused(503, f"{message} Send less text or retry.")
             case ClientDisconnect():
                 return Refused(499, "The client disconnected.")
             case HTTPException(status_code=status):
@@ -213,9 +165,8 @@ class App:
 
     async def _refuse(self, _: Request, error: Exception) -> Response:
         refused = self._refused(error)
-        content = refused.body.model_dump_json(exclude_none=True)
         headers = getattr(error, "headers", refused.headers)  # 405 lists allowed methods
-        return Response(content, refused.status_code, headers, "application/json")
+        return Response(refused.content, refused.status_code, headers, "application/json")
 
 
 async def _with_known_method(app: Any, scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,7 +183,8 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(gone())
     watching.add_done_callback(lambda _: working.cancel())
     try:
         return await working
@@ -244,6 +196,5 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
         watching.cancel()
 
 
-def _event(kind: str, data: Any) -> str:
-    content = TypeAdapter(type(data)).dump_json(data, exclude_none=True).decode()
-    return f"event: {kind}\ndata: {content}\n\n"
+def _event(kind: str, content: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), content)

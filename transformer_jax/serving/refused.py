@@ -16,13 +16,14 @@ class Refused(HTTPException):
     """Raised to reject a request that is too large or not allowed, or because the server is busy.
 
     Attributes:
-      body: the response body.
+      content: the response body, JSON.
     """
 
     def __init__(self, status: int, message: str, *, limit: int | None = None):
         """``limit`` is the limit that the request exceeds, if any."""
         super().__init__(status, message, _HEADERS.get(status))
-        self.body = Error(error=message, limit=limit)
+        error = Error(error=message, limit=limit)
+        self.content = error.model_dump_json(exclude_none=True).encode()
 
 
 def refuse_above(limit: int, count: int, items: str) -> None:

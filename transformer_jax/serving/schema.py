@@ -47,10 +47,23 @@ class Query(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, fields: Any) -> Any:
-        """Treat null, and empty strings other than ``q``, as absent."""
+        """Treat null, and empty strings other than ``q``, as absent. Keep only the first invalid
+        item, because pydantic builds an error for each of them, which takes time.
+        """
         if not isinstance(fields, dict):
             return fields
-        return {k: v for k, v in fields.items() if k == "q" or v not in (None, "")}
+        present = dict[str, Any]()
+        for name, value in fields.items():
+            if name != "q" and value in (None, ""):
+                continue
+            if name not in cls.model_fields:
+                return {"q": "", "target": "any", name: value}
+            present[name] = value
+        if isinstance(present.get("q"), list):
+            present["q"] = _up_to_first_invalid(present["q"])
+        if isinstance(present.get("glossary"), dict):
+            present["glossary"] = _terms_up_to_first_invalid(present["glossary"])
+        return present
 
     @property
     def texts(self) -> list[str]:
@@ -65,6 +78,23 @@ class Query(BaseModel):
             count += len(source)
             count += len(targets) if isinstance(targets, str) else sum(map(len, targets))
         return count
+
+
+def _up_to_first_invalid(texts: list[Any]) -> list[Any]:
+    """Return a list of texts, or a list of its first item that is not a text."""
+    return next(([text] for text in texts if not isinstance(text, str)), texts)
+
+
+def _terms_up_to_first_invalid(glossary: dict[str, Any]) -> dict[str, Any]:
+    """Return a glossary, or a glossary of its first invalid term."""
+    for source, targets in glossary.items():
+        if isinstance(targets, list):
+            invalid = _up_to_first_invalid(targets)
+            if invalid is not targets:
+                return {source: invalid}
+        elif not isinstance(targets, str):
+            return {source: targets}
+    return glossary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 
 import numpy as np
@@ -162,7 +163,7 @@ class Plan:
     lines: Sequence[Line]
     document: Document | None = None
 
-    @property
+    @cached_property
     def parts(self) -> list[Part]:
         """The parts of all lines."""
         return [part for line in self.lines for part in line.parts]

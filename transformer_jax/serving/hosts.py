@@ -1,0 +1,52 @@
+"""Hosts that requests may name.
+
+A web page could make its own name resolve to this server, and then read its responses (DNS
+rebinding), so names are checked. An IP address cannot be made to resolve to another one, and
+health checks and scrapes use addresses, so they are always accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ipaddress import ip_address
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import Receive, Scope, Send
+
+
+def allowed_hosts(flag: Sequence[str], host: str, address: str) -> Sequence[str]:
+    """Return ``--allowed-hosts`` or its default for a server at this IP address."""
+    if flag:
+        return flag
+    return ["localhost", host] if ip_address(address).is_loopback else ["*"]
+
+
+class HostCheck:
+    """Middleware that rejects requests whose Host header has another name, with status 400."""
+
+    def __init__(self, app: Any, allowed: Sequence[str]):
+        self._app = app
+        self._checked = TrustedHostMiddleware(app, allowed_hosts=allowed, www_redirect=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or reject it."""
+        is_local = scope["type"] == "http" and _is_local(Headers(scope=scope).get("host", ""))
+        await (self._app if is_local else self._checked)(scope, receive, send)
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header is localhost or an IP address, with or without a port."""
+    name, _, port = host.rpartition(":")
+    if host.endswith("]") or not port.isdigit():
+        name = host
+    if name.lower() == "localhost":
+        return True
+    if name.startswith("[") != name.endswith("]"):
+        return False
+    try:
+        address = ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return (address.version == 6) == name.startswith("[")
