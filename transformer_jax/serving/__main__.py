@@ -120,9 +120,9 @@ def _listen(arguments: Arguments) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         number = error.errno or 0
-        said = os.strerror(number) if number > 0 else error.strerror
+        reason = os.strerror(number) if number > 0 else error.strerror
         raise UserError(
-            f"Cannot listen on {arguments.host} port {arguments.port}: {said}. "
+            f"Cannot listen on {arguments.host} port {arguments.port}: {reason}. "
             "Expected a free port (--port) and an address of this machine (--host)."
         ) from None
 

@@ -103,11 +103,11 @@ def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[Served]]:
     from transformer_jax import local_workdir  # loads JAX, which --help does not need
 
     served = []
-    for workdir, found in zip(arguments.workdir, pairs):
+    for workdir, pairs_of_model in zip(arguments.workdir, pairs):
         folder = local_workdir(workdir)
         defaults = {"search": load_config_file(folder).decoding}
         search = parse_flags(Arguments, argv, defaults=defaults).search
-        served.append(Served(str(folder), found, search))
+        served.append(Served(str(folder), pairs_of_model, search))
     return arguments, served
 
 
@@ -130,15 +130,16 @@ def _pairs(a: Arguments) -> list[list[Pair]]:
             f"--languages has {len(a.languages)} pair(s) for {len(a.workdir)} work directories; "
             "expected one pair per directory, in the same order, such as --languages en-de fr-de."
         )
-    pairs, number_of = list[list[Pair]](), dict[tuple[str, ...], int]()
+    pairs = list[list[Pair]]()
+    number_of = dict[tuple[str, ...], int]()
     for number, (text, workdir) in enumerate(zip(a.languages, a.workdir)):
-        found = _PAIR.fullmatch(text)
-        if not found and text != "all":
+        codes = _PAIR.fullmatch(text)
+        if not codes and text != "all":
             raise UserError(
                 f"--languages has {short_repr(text)}; expected pairs of codes, such as en-de or "
                 "en-pt-BR."
             )
-        pairs.append([Pair(*found.groups())] if found else _all_pairs(workdir))
+        pairs.append([Pair(*codes.groups())] if codes else _all_pairs(workdir))
         for pair in pairs[number]:
             first = number_of.setdefault(tuple(map(folded, pair)), number)
             if first != number:

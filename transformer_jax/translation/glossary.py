@@ -121,11 +121,11 @@ class Glossary(Mapping[str, list[TargetTerm]]):
                     f"{where} has {len(words)} words; expected a source term of at most "
                     f"{MAX_WORDS}."
                 )
-            found = list[TargetTerm]()
+            alternatives = list[TargetTerm]()
             for text in texts:
-                found += _tokenized(text, target, where, forbidden)
-            term_table([[term.ids for term in found]], where)  # raises an error for too many
-            self._add(words, " ".join(source.split()), found)
+                alternatives += _tokenized(text, target, where, forbidden)
+            term_table([[term.ids for term in alternatives]], where)  # raises an error for too many
+            self._add(words, " ".join(source.split()), alternatives)
 
     def __getitem__(self, source: str) -> list[TargetTerm]:
         return self._terms[source]
@@ -148,9 +148,9 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         """
         glossaries = [self] if own is None else [own, self]
         glossaries = [glossary for glossary in glossaries if glossary]
-        found: Terms = {}
+        terms: Terms = {}
         if not glossaries:
-            return found
+            return terms
         words = words_of(text)
         first = 0
         while first < len(words):
@@ -159,13 +159,13 @@ class Glossary(Mapping[str, list[TargetTerm]]):
                 length, source = glossary._longest_at(words, first)
                 if length > longest:
                     longest = length
-                    found_source = source
+                    best_source = source
                     owner = glossary
             if longest:
-                owner._found.add(found_source)
-                found[found_source] = owner[found_source]
+                owner._found.add(best_source)
+                terms[best_source] = owner[best_source]
             first += max(1, longest)
-        return found
+        return terms
 
     def _add(self, words: Sequence[str], source: str, targets: list[TargetTerm]) -> None:
         """Add a term; two source terms with the same words are one, with the targets of both."""

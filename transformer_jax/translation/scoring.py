@@ -62,7 +62,8 @@ class Scorer:
           UserError: model and tokenizer have different vocabulary sizes.
         """
         check_vocabulary(model, tokenizer)
-        self.tokenizer, self.config = tokenizer, config or DecodingConfig()
+        self.tokenizer = tokenizer
+        self.config = config or DecodingConfig()
         self.longest = min(_LONGEST, model.config.position_limit)
         self._config = model.config
         models = model.models if isinstance(model, Ensemble) else [model]
@@ -82,7 +83,8 @@ class Scorer:
         Raises:
             UserError: a source or target is not text, or a language is unknown.
         """
-        requests, targets = list[Request](), list[str]()
+        requests = list[Request]()
+        targets = list[str]()
         for number, (source, target) in enumerate(pairs, 1):
             requests.append(Request.of(source, number))
             check_text(requests[-1].text, f"Line {number}: source")
@@ -92,16 +94,23 @@ class Scorer:
         firsts = [request.first_ids(self.tokenizer)[1] for request in requests]
         encoded = [first + ids for first, ids in zip(firsts, tokens)]
         scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
-        alpha, offset = self.config.length_penalty, self.config.length_offset
-        translations = []
+        translations = list[Translation]()
         for text, first, ids, log_probs in zip(targets, firsts, encoded, scored):
             # The language is free, as in the search.
             log_probs = np.pad(log_probs[len(first) :], (len(first), 0))
-            log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
-            score = log_prob / float(length_divisor(length, alpha, offset))
-            names = tuple(self.tokenizer.target.tokens(ids))
-            each = tuple(map(float, log_probs))
-            translations.append(Translation(text, score, log_prob, length, names, each))
+            log_prob = float(log_probs.sum(dtype=np.float64))
+            length = len(log_probs)
+            divisor = length_divisor(length, self.config.length_penalty, self.config.length_offset)
+            translations.append(
+                Translation(
+                    text,
+                    log_prob / float(divisor),
+                    log_prob,
+                    length,
+                    tuple(self.tokenizer.target.tokens(ids)),
+                    tuple(map(float, log_probs)),
+                )
+            )
         return translations
 
     def align(
@@ -120,7 +129,7 @@ class Scorer:
         weights = self.align_tokens(tokens, layer=layer)
         for request, (_, translation), ids, weights_TS in zip(requests, pairs, tokens, weights):
             if weights_TS is not None and translation.tokens:
-                texts = request.text, translation.text
+                texts = (request.text, translation.text)
                 alignment = align_texts(self.tokenizer, texts, ids, weights_TS)
                 translation = replace(translation, alignment=alignment)
             aligned.append(translation)
@@ -178,9 +187,9 @@ class Scorer:
             if length <= self.longest
         }
         if len(padded) < len(pairs):
-            said = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
-            said += "are skipped."
-            logger.warning(said, len(pairs) - len(padded), len(pairs), self.longest)
+            message = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
+            message += "are skipped."
+            logger.warning(message, len(pairs) - len(padded), len(pairs), self.longest)
         running: list[tuple[list[int], Array]] = []
         # Dispatch the longest pairs first, and all batches before waiting for the first result.
         in_order = sorted(padded, key=padded.__getitem__, reverse=True)
@@ -194,11 +203,11 @@ class Scorer:
                         side_BL[row, : len(tokens) + 1] = [*tokens, self._config.eos_id]
                 parameters = self._parameters[len(running) % len(self._parameters)]
                 running.append((batch, run(parameters, *sides_2BL)))
-        found: list[np.ndarray | None] = [None] * len(pairs)
+        results: list[np.ndarray | None] = [None] * len(pairs)
         for batch, result in running:
             for i, row in zip(batch, np.asarray(result)):  # remaining rows are padding
-                found[i] = row
-        return found
+                results[i] = row
+        return results
 
     def _score_batch(self, parameters: Any, source_BS: Array, target_BT: Array) -> Array:
         logger.info(
