@@ -542,6 +542,21 @@ def test_a_document_keeps_its_first_and_last_bytes(decode, end):
     assert decode("--format", "html", stdin=page) == (0, page.decode(), "")
 
 
+@pytest.mark.parametrize(
+    ("page", "charset"),
+    [
+        ('<meta charset="iso-8859-1">', "iso-8859-1"),
+        ('<META content="text/html; charset=windows-1252">', "windows-1252"),
+        ('<?xml version="1.0" encoding="latin1"?><a/>', "latin1"),
+        *(("<meta charset=UTF-8>", ""), ('<?xml version="1.0"?><a/>', ""), ("<p></p>", "")),
+    ],
+)
+def test_a_document_in_another_encoding_is_reported(decode, page, charset):
+    status, out, err = decode("--format", "html", stdin=page.encode())
+    assert (status, out) == (0, page)
+    assert (f"declares the encoding {charset}, but is read" in err) == bool(charset)
+
+
 def test_a_reference_needs_a_whole_output_or_shard(decode, expected, tmp_path):
     reference, output = tmp_path / "reference", tmp_path / "out"
     reference.write_text("".join(line + "\n" for line in expected))

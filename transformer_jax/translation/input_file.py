@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 from transformer_jax.data.sources import read_lines, read_text
 from transformer_jax.errors import UserError
 from transformer_jax.translation.requests import Request, check_text
+
+logger = logging.getLogger(__name__)
 
 Format: TypeAlias = Literal["text", "jsonl", "html", "xml"]
 """Format of a file: a sentence per line, a JSON object per line, or one document."""
@@ -53,7 +56,9 @@ def read_records(
     """
     name = str(source if isinstance(source, str | Path) else getattr(source, "name", "the input"))
     if format in ("html", "xml"):
-        yield Record(read_text(source), format=format, number=1)
+        text = read_text(source)
+        _warn_of_charset(text, name)
+        yield Record(text, format=format, number=1)
         return
     pairs = zip_longest(read_lines(source), read_lines(targets) if targets else ())
     for number, (line, target) in islice(enumerate(pairs, 1), shard[0], None, shard[1]):
@@ -68,6 +73,22 @@ def read_records(
         if format == "jsonl":
             record = _from_json(record, f"{name}, line {number}", text_field)
         yield record
+
+
+def _warn_of_charset(text: str, name: str) -> None:
+    """Log a warning if a document says that it is not UTF-8, in which it is read and written."""
+    declared = _CHARSET.search(text, 0, 4096)
+    charset = declared and (declared["html"] or declared["xml"])
+    if charset and charset.lower() not in ("utf-8", "utf8", "us-ascii"):
+        message = "%s declares the encoding %s, but is read and written as UTF-8; change it there."
+        logger.warning(message, name, charset)
+
+
+_CHARSET = re.compile(
+    r"<meta[^>]+charset\s*=\s*[\"']?\s*(?P<html>[\w-]+)"
+    r"|<\?xml[^>]+encoding\s*=\s*[\"'](?P<xml>[\w-]+)",
+    re.IGNORECASE,
+)
 
 
 def _parse_int(digits: str) -> int | float:
