@@ -90,6 +90,19 @@ def test_alignments_equal_the_scorers(translator, shared) -> None:
     assert empty.alignment is None
 
 
+def test_nothing_is_compiled_after_the_start(shared, caplog) -> None:
+    """Whatever the lengths of texts and translations. A part that is too long is not aligned."""
+    many = " ".join(["one", *[f"<b>{word}</b>" for line in LINES for word in line.split()]])
+    requests = [Request(many, format="html"), Request("<i>one</i>", prefix="SIX", format="html")]
+    requests += [Request(f"<p>{line} <b>two</b></p>", format="html") for line in LINES]
+    with caplog.at_level("INFO", "transformer_jax"):
+        for request in requests:
+            [found] = asyncio.run(shared.translate(request))
+            assert found.text.count("<b>") == request.text.count("<b>")
+        asyncio.run(shared.translate(" ".join(LINES), alignments=True))
+    assert not [message for message in caplog.messages if "Compiling" in message]
+
+
 def test_errors_name_only_numbered_lines(translator, shared) -> None:
     with pytest.raises(UserError, match="Line 1 is 5; expected text"):
         asyncio.run(shared.translate(5))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,9 +21,11 @@ from transformer_jax import (
     load_config_file,
     local_workdir,
 )
+from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.serving.live_rows import LiveRows
 from transformer_jax.serving.workers import Workers
 from transformer_jax.translation.plan import Part
+from transformer_jax.translation.scoring import SMALLEST_PAIR
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class AsyncTranslator:
     def start(self) -> None:
         """Compile everything, then start the search threads."""
         self.workers.start()
-        lengths = chain(*(bucket.lengths for bucket in self.translator.engines[0].buckets))
+        lengths = self._aligned_lengths()
         self._scorer.align_tokens([([0] * (length - 1), [0]) for length in lengths])
 
     def close(self) -> None:
@@ -123,10 +125,28 @@ class AsyncTranslator:
             translations = await asyncio.to_thread(part.join, hypotheses)
         else:
             translations = part.join(hypotheses)
-        if not (alignments or part.needs_alignment):
+        if not (alignments or part.needs_alignment) or not self._can_align(part, translations):
             return translations
         pairs = [(part.request, translation) for translation in translations]
         return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
+
+    def _aligned_lengths(self) -> list[int]:
+        """Return the lengths for which alignment is compiled: those of a sentence that is searched
+        at once and of its translation.
+        """
+        longest_source = self.translator.engines[0].longest_source
+        positions = self.translator.model.config.position_limit
+        longest = max(longest_source, self.config.longest_target(longest_source, positions))
+        lengths = [padded_length(1, SMALLEST_PAIR)]
+        while lengths[-1] < longest:
+            lengths.append(padded_length(lengths[-1] + 1, SMALLEST_PAIR))
+        return [min(length, self._scorer.longest) for length in lengths]
+
+    def _can_align(self, part: Part, translations: Sequence[Translation]) -> bool:
+        """Whether alignment is compiled for a part and its translations."""
+        num_tokens = sum(len(sentence.tokens) for sentence in part.sentences)
+        lengths = [num_tokens + 1, *(translation.length for translation in translations)]
+        return max(lengths) <= self._aligned_lengths()[-1]
 
     def new_turns(self) -> asyncio.Semaphore:
         """Create a semaphore. Parts that share it use at most half of the rows."""

@@ -373,7 +373,7 @@ class _Parts:
             self.language,
         )
         self._long_parts.append((len(tokens), len(segments)))
-        return [segment for segment in segments if segment.tokens], after
+        return [segment for segment in segments if segment.tokens], after.rstrip()
 
     def _encoded_prefix(self) -> list[int]:
         """Return the token ids of the request's prefix, which is ignored if the text is blank."""

@@ -34,6 +34,8 @@ Tokens = Sequence[int]
 
 _MAX_LOGITS = 2**22
 _FULL_LENGTH = 64
+SMALLEST_PAIR = 16
+"""Smallest padded length of a pair (``length_buckets.padded_length``)."""
 _LONGEST = 4096  # attention memory is quadratic in length
 
 
@@ -182,7 +184,7 @@ class Scorer:
         """
         lengths = [1 + max(map(len, pair)) for pair in pairs]
         padded = {
-            i: min(padded_length(length, 16), self.longest)
+            i: min(padded_length(length, SMALLEST_PAIR), self.longest)
             for i, length in enumerate(lengths)
             if length <= self.longest
         }
