@@ -478,7 +478,7 @@ INPUTS = [
 @pytest.mark.parametrize("flag", INPUTS)
 def test_the_file_of_every_input_flag_is_never_the_output(workdir, tmp_path, monkeypatch, flag):
     """Also together with other inputs and by another name. Nothing is written."""
-    assert INPUTS == ["input", "glossary", "reference", "score"]
+    assert INPUTS == ["input", "glossary", "reference", "score_targets"]
     monkeypatch.chdir(tmp_path)
     for name in (*INPUTS, "x"):
         Path(name).write_bytes(TEXT)

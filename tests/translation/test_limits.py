@@ -124,9 +124,9 @@ def test_every_line_is_written_whole_and_flushed_before_the_next(monkeypatch):
     pipe = _SlowPipe()
     monkeypatch.setattr("sys.stdout", SimpleNamespace(buffer=pipe))
     with open_output(None) as (write, _):
-        write(["Ein Mann schläft ."])
+        write("Ein Mann schläft .\n")
         assert pipe.flushed.decode() == "Ein Mann schläft .\n"
-        write(["0 ||| a", "0 ||| b"])
+        write("0 ||| a\n0 ||| b\n")
         assert pipe.flushed.decode() == "Ein Mann schläft .\n0 ||| a\n0 ||| b\n"
 
 

@@ -14,7 +14,7 @@ LINES = lines_of_words(23)
 
 
 def translator(*symbols: str) -> Translator:
-    settings = TokenizerConfig(vocab_size=56, algorithm="unigram", user_defined_symbols=symbols)
+    settings = TokenizerConfig(vocab_size=52, algorithm="unigram", user_defined_symbols=symbols)
     tokenizer = Tokenizer.train([(line, line.upper()) for line in LINES], settings)
     return Translator(make_model(tokenizer), tokenizer, DecodingConfig(batch_size=4))
 

@@ -56,7 +56,8 @@ def open_output(
             yield partial(_write, file), num_complete
         except BaseException as error:
             if regular:
-                message = "Finished lines are in %s; run the command again with --resume."
+                message = "Finished lines are in %s; run the command again with --resume to "
+                message += "continue."
                 logger.info(message, path)
             if isinstance(error, OSError):  # a full disk, for example
                 error.filename = error.filename or path
