@@ -85,13 +85,13 @@ def words_of(text: str) -> list[str]:
     return words
 
 
-class _Node:
+class _TermNode:
     """A node of the tree of source terms: the words so far."""
 
     __slots__ = ("next", "source")
 
     def __init__(self) -> None:
-        self.next = dict[str, _Node]()
+        self.next = dict[str, _TermNode]()
         self.source = ""
         """The source term that ends here, if any."""
 
@@ -110,7 +110,7 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         if not isinstance(terms, Mapping):
             raise UserError(f"{name} is {short_repr(terms)}; expected target terms by source term.")
         self._terms: Terms = {}
-        self._root = _Node()
+        self._root = _TermNode()
         self._found = set[str]()
         for source, targets in terms.items():
             where = f"{name}: {short_repr(source)}"
@@ -171,7 +171,7 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         """Add a term; two source terms with the same words are one, with the targets of both."""
         node = self._root
         for word in words:
-            node = node.next.setdefault(word, _Node())
+            node = node.next.setdefault(word, _TermNode())
         node.source = node.source or source
         known = self._terms.setdefault(node.source, [])
         known += [term for term in targets if term not in known]
@@ -188,7 +188,7 @@ class Glossary(Mapping[str, list[TargetTerm]]):
                 source = node.source
         return length, source
 
-    def _path(self, words: Sequence[str], first: int) -> Iterator[_Node]:
+    def _path(self, words: Sequence[str], first: int) -> Iterator[_TermNode]:
         """Yield the nodes of the words from ``first`` on, as long as there are terms."""
         node = self._root.next.get(words[first].removeprefix(" "))
         place = first + 1
