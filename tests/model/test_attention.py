@@ -85,7 +85,7 @@ def test_projections_are_xavier_uniform() -> None:
 @pytest.mark.parametrize(
     "sizes, settings, message",
     [
-        ((10, 4), {}, "d_model is 10; expected a multiple of model.num_heads = 4"),
+        ((10, 4), {}, "d_model is 10; expected a multiple of num_heads = 4, or explicit"),
         ((512, 0), {}, "num_heads is 0; expected a number from 1 to 65,536"),
         ((0, 4), {}, "d_model is 0; expected a number from 1 to 65,536"),
         ((8, 4), {"d_k": -2}, "d_k is -2; expected a positive number"),

@@ -95,8 +95,19 @@ def _slices(devices: Sequence[jax.Device], count: int | None) -> list[list[jax.D
     return [devices[i : i + size] for i in range(0, len(devices), size)]
 
 
+def check_axes(mesh: Mesh) -> None:
+    """Raise ``UserError`` unless the mesh has the axes of ``make_mesh``."""
+    if not {"data", "fsdp", "tensor"} <= set(mesh.axis_names):
+        raise UserError(
+            f"The axes of the mesh are {', '.join(mesh.axis_names)}; expected data, fsdp and "
+            "tensor. Create the mesh with make_mesh, or give it these axes; an axis that does not "
+            "split anything has size 1."
+        )
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of a batch's rows over the ``data`` and ``fsdp`` axes."""
+    check_axes(mesh)
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -109,6 +120,7 @@ def check_rows(
     mesh: Mesh, rows: int, accumulate_steps: int = 1, name: str = "batch.row_multiple"
 ) -> None:
     """Raise ``UserError`` unless the rows of each microbatch divide evenly over the devices."""
+    check_axes(mesh)
     product = mesh.shape["data"] * mesh.shape["fsdp"] * accumulate_steps
     if rows % product:
         raise UserError(
@@ -119,6 +131,7 @@ def check_rows(
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """Return the NamedSharding of each leaf of the parameters or optimizer state."""
+    check_axes(mesh)
     return map_named(lambda name, leaf: _sharding(name, leaf.shape, mesh), state)
 
 

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from transformer_jax.errors import UserError
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.matmul import einsum, is_mixed
-from transformer_jax.settings.checks import checked
-from transformer_jax.settings.config import ModelConfig
+from transformer_jax.model.matmul import einsum, is_mixed, matmul_dtype
+from transformer_jax.settings.checks import Fraction, Positive, Size, check_sizes, checked
 
 
 @checked
@@ -42,6 +42,8 @@ def attention_mask(
     Returns:
       bool [B, 1, T, S], True where attention is allowed. Axis 1 broadcasts over heads.
     """
+    if causal:
+        check_sizes({"query_segments_BL": query_segments_BT, "key_segments_BL": key_segments_BS})
     keys_B1S = key_segments_BS[:, None, :]
     mask_BTS = (query_segments_BT[:, :, None] == keys_B1S) & (keys_B1S > 0)
     if causal:
@@ -72,7 +74,7 @@ def dot_product_attention(
         ``nnx.Intermediate`` named ``weights``; None: do not sow them.
 
     Raises:
-      UserError: the mask is not bool, or an array does not have four axes.
+      UserError: the mask is not bool, or an array does not have these axes.
     """
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
@@ -121,6 +123,8 @@ class Projection(nnx.Einsum):
 
     def __call__(self, x: Array) -> Array:  # type: ignore[override]
         """Project ``x``. In mixed precision on a CPU, and with int8, the result is float32."""
+        inputs, weights = self.einsum_str.split("->")[0].split(",")
+        check_sizes({f"weights_{weights}": self.kernel, f"the input_{inputs}": x})
         scale = None if self.scale is None else self.scale[...]
         if scale is None and (x.dtype != jnp.float32 or not is_mixed(self.dtype)):
             return super().__call__(x)
@@ -141,33 +145,32 @@ def merge(*projections: Projection) -> Projection:
 class MultiHeadAttention(nnx.Module):
     """Multi-head attention (section 3.2.2)."""
 
+    @checked
     def __init__(
         self,
-        d_model: int,
-        num_heads: int,
+        d_model: Size,
+        num_heads: Size,
         *,
-        d_k: int | None = None,
-        d_v: int | None = None,
+        d_k: Positive | None = None,
+        d_v: Positive | None = None,
         use_bias: bool = False,
-        dropout: float = 0.0,
-        dtype: Any = jnp.float32,
+        dropout: Fraction = 0.0,
+        dtype: Any = "auto",
         rngs: nnx.Rngs,
     ):
         """Create the projections. ``d_k`` and ``d_v`` default to ``d_model / num_heads``.
 
-        ``dropout`` is applied to the attention weights. Raises ``UserError`` for values that
-        ``ModelConfig`` does not accept.
+        ``dropout`` is applied to the attention weights. ``dtype`` is the data type of matmuls;
+        "auto" chooses it as ``ModelConfig.dtype`` does. Raises ``UserError`` for invalid values.
         """
-        config = ModelConfig(
-            d_model=d_model,
-            num_heads=num_heads,
-            d_k=d_k,
-            d_v=d_v,
-            attention_dropout=dropout,
-            positions="learned",  # d_model can then be odd
-        )
-        d_k = config.head_width_k
-        d_v = config.head_width_v
+        if (d_k is None or d_v is None) and d_model % num_heads:
+            raise UserError(
+                f"d_model is {d_model}; expected a multiple of num_heads = {num_heads}, or "
+                "explicit d_k and d_v."
+            )
+        d_k = d_k or d_model // num_heads
+        d_v = d_v or d_model // num_heads
+        dtype = matmul_dtype(dtype)
         projection = partial(Projection, use_bias=use_bias, dtype=dtype, rngs=rngs)
         self.query = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))

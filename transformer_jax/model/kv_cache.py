@@ -116,7 +116,7 @@ class DecoderCache:
         newest_keys = own[0]
         newest_values = jnp.where(jnp.isfinite(own[1]), own[1], 0)
         beam_size = self.ancestors_BWT.shape[1]
-        rows_B1 = jnp.arange(len(self.position_B))[:, None]
+        rows_B1 = jnp.arange(self.position_B.shape[0])[:, None]
         beams_1W = jnp.arange(beam_size, dtype=jnp.int32)[None]
         slots_BW = self.position_B[:, None] * beam_size + beams_1W
         every = slice(None)
@@ -232,9 +232,13 @@ def empty_cache(
         CPU, they are bit-identical.
     """
     batch, length = source_mask_BS.shape
-    multiple = decode_kernel.POSITIONS
-    S, T = (-(-n // multiple) * multiple for n in (max(length, source_capacity), max_length))
     layout = _LAYOUTS[jax.default_backend()]
+    if isinstance(length, int):
+        S = _rounded_up(max(length, source_capacity))
+    else:  # a symbol of jax.export, which cannot be compared with the ends of blocks
+        S = _rounded_up(length)
+        layout = layout._replace(source_ends=())
+    T = _rounded_up(max_length)
     if layout.joins_heads:
         cross = jax.tree.map(lambda x: x.reshape(batch, length, 1, -1), cross)
 
@@ -263,6 +267,10 @@ def empty_cache(
         position_B=jnp.zeros(batch, jnp.int32),
         layout=layout,
     )
+
+
+def _rounded_up(length: Any) -> Any:
+    return -(-length // decode_kernel.POSITIONS) * decode_kernel.POSITIONS
 
 
 @jax.named_scope("dot_product_attention")

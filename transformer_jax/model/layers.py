@@ -18,7 +18,7 @@ from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.matmul import activation_dtype, compute_dtype
 from transformer_jax.model.norms import Norm, Residual
-from transformer_jax.model.positions import RelativeBias, sinusoidal_positions
+from transformer_jax.model.positions import RelativeBias, sinusoidal_positions, upper_bound
 from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
 
@@ -91,9 +91,10 @@ class Embedding(nnx.Module):
         config = self.config
         offset = config.position_offset
         if config.positions == "interleaved" or config.positions == "tensor2tensor":
-            table_LD = sinusoidal_positions(length + offset, config.d_model, config.positions)
+            rows = upper_bound(length) + offset
+            table_LD = sinusoidal_positions(rows, config.d_model, config.positions)
             return jnp.asarray(table_LD[offset:])
-        if length > config.max_positions:
+        if upper_bound(length, config.max_positions) > config.max_positions:
             raise UserError(
                 f"A sequence has {length} positions; expected at most {config.max_positions}, the "
                 "number of learned positions (model.max_positions)."
@@ -198,6 +199,10 @@ class _Layer(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
 
+    def _feed(self, x_BLD: Array, dropout_key: DropoutKey) -> Array:
+        # nnx.tabulate cannot show calls that have a module as an argument.
+        return self.feed_forward(x_BLD, dropout_key=dropout_key)
+
 
 class EncoderLayer(_Layer):
     """Encoder layer: self-attention and feed-forward network, with residual connections."""
@@ -216,9 +221,13 @@ class EncoderLayer(_Layer):
         ``bias_BHLL`` is added to the scores of self-attention; axis B can be 1.
         """
         keys = as_keys(dropout_key)
-        attend = partial(self.self_attention, mask_BHTS=mask_BHSS, bias_BHTS=bias_BHLL)
+
+        def attend(y_BSD: Array, dropout_key: DropoutKey) -> Array:
+            attention = self.self_attention
+            return attention(y_BSD, None, mask_BHSS, bias_BHLL, dropout_key=dropout_key)
+
         x_BSD = self.self_attention_residual(x_BSD, attend, dropout_key=keys)
-        return self.feed_forward_residual(x_BSD, self.feed_forward, dropout_key=keys)
+        return self.feed_forward_residual(x_BSD, self._feed, dropout_key=keys)
 
 
 class DecoderLayer(_Layer):
@@ -261,7 +270,7 @@ class DecoderLayer(_Layer):
 
         x_BTD = self.self_attention_residual(x_BTD, attend, dropout_key=keys)
         x_BTD = self.cross_attention_residual(x_BTD, attend_to_memory, dropout_key=keys)
-        return self.feed_forward_residual(x_BTD, self.feed_forward, dropout_key=keys)
+        return self.feed_forward_residual(x_BTD, self._feed, dropout_key=keys)
 
 
 class _Stack(nnx.Module):

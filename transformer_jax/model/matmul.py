@@ -35,13 +35,18 @@ _EXCHANGES_BFLOAT16 = jax.__version_info__ < (0, 11)
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """Return the data type of matmuls. ``auto`` chooses it by JAX's default device.
+    """Return the data type of matmuls."""
+    return matmul_dtype(config.dtype)
+
+
+def matmul_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return ``dtype`` or, if it is "auto", the data type of matmuls on JAX's default device.
 
     It is bfloat16, but float32 on a CPU without avx512_bf16, which every CPU with AMX has, or if
     JAX's default matmul precision is set.
     """
-    if config.dtype != "auto":
-        return jnp.dtype(config.dtype)
+    if dtype != "auto":
+        return jnp.dtype(dtype)
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     fast = not _on_cpu() or ("avx512_bf16" in cpu_flags() and precision is None)
     return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
@@ -154,11 +159,12 @@ def _multiply(a_MK: Array, b: Array, b_axis: int, result: DTypeLike) -> Array:
 
     If ``b`` is output-major (``b_axis`` is 1), a row's bits do not depend on the number of rows.
     """
-    rows = len(a_MK)
+    rows = a_MK.shape[0]
+    has_few_rows = isinstance(rows, int) and rows <= _FEW_ROWS  # else: a symbol of jax.export
     exchanges = b_axis == 1 and (_EXCHANGES_BFLOAT16 or a_MK.dtype == jnp.int8)
     if rows == 1:  # XLA has no fast kernels for vectors, and others would round differently
         a_MK = jnp.pad(a_MK, ((0, 1), (0, 0)))
-    if exchanges and rows <= _FEW_ROWS:
+    if exchanges and has_few_rows:
         out_NM = jax.lax.dot_general(b, a_MK, (((1,), (1,)), ((), ())), None, result)
         # Without a barrier, XLA would exchange the operands again.
         out_MN = with_layout_constraint(jax.lax.optimization_barrier(out_NM).T, Layout((0, 1)))

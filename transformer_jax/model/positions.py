@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from contextlib import suppress
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,23 @@ def sinusoidal_positions(
     return waves.reshape(length, d_model).astype(np.float32)
 
 
+def upper_bound(length: Any, limit: int = 2**16) -> int:
+    """Return ``length`` or, if it is a symbol of ``jax.export``, a bound from its constraints.
+
+    Raises ``UserError`` if the constraints do not limit a symbol to ``limit``.
+    """
+    if isinstance(length, int):
+        return length
+    for bound in [1 << bits for bits in range(limit.bit_length())] + [limit]:
+        with suppress(jax.errors.InconclusiveDimensionOperation):
+            if length <= bound:
+                return bound
+    raise UserError(
+        f"The length {length} has no upper bound, but the table of positions needs one; expected a "
+        f"constraint, such as jax.export.symbolic_shape(..., constraints=['{length} <= {limit}'])."
+    )
+
+
 class RelativeBias(nnx.Module):
     """Bias that T5 adds to the scores of self-attention (Raffel et al., 2020, section 2.1).
 
@@ -58,9 +76,10 @@ class RelativeBias(nnx.Module):
 
     def square(self, length: int) -> Array:
         """Return the biases of a row of tokens, float32 [1, H, L, L]: queries, then keys."""
-        biases_DH = self._between(1 - length, length)
-        index_L = np.arange(length)
-        distances_LL = index_L[None] - index_L[:, None] + length - 1
+        longest = upper_bound(length)
+        biases_DH = self._between(1 - longest, longest)
+        index_L = np.arange(length) if isinstance(length, int) else jnp.arange(length)
+        distances_LL = index_L[None] - index_L[:, None] + longest - 1
         return biases_DH[distances_LL].transpose(2, 0, 1)[None]
 
     def at(self, position_B: Array, length: int) -> Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from transformer_jax.errors import UserError
 from transformer_jax.model.attention import Projection, attention_mask
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
@@ -18,7 +19,7 @@ from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_c
 from transformer_jax.model.layers import Decoder, Embedding, Encoder, embedding_matrix
 from transformer_jax.model.matmul import compute_dtype, einsum, is_mixed, output_major, quantize
 from transformer_jax.model.positions import segment_positions
-from transformer_jax.settings.checks import checked
+from transformer_jax.settings.checks import check_sizes, checked
 from transformer_jax.settings.config import ModelConfig
 
 M = TypeVar("M", bound=nnx.Module)
@@ -125,6 +126,11 @@ class Transformer(nnx.Module):
             input, whose embeddings are replaced by zeros (SimCut). None: no tokens.
           dropout_key: None turns dropout off.
         """
+        if (source_segments_BS is None) != (target_segments_BT is None):
+            raise UserError(
+                "Only one of source_segments_BS and target_segments_BT is given; expected both, "
+                "or neither for one sentence per row."
+            )
         keys = as_keys(dropout_key)
         memory_BSD = self.encode(source_BS, source_segments_BS, cut_BS=cut_BS, dropout_key=keys)
         segments_BT = self._segments(target_BT, target_segments_BT)
@@ -240,7 +246,8 @@ class Transformer(nnx.Module):
         keys: DropoutKey,
     ) -> Array:
         num_positions = tokens_BL.shape[1]
-        if packed:  # a packed row can be longer than any sentence in it
+        # A packed row can be longer than any sentence in it.
+        if packed and isinstance(num_positions, int):
             num_positions = min(num_positions, self.config.position_limit)
         x_BLD = embedding(
             tokens_BL,
@@ -257,6 +264,7 @@ class Transformer(nnx.Module):
         """Compute logits of the next token, float32 [B, T, V]."""
         dtype = compute_dtype(self.config)
         matrix_VD = self.output_matrix_VD
+        check_sizes({"softmax_matrix_VD": matrix_VD, "hidden_BTD": hidden_BTD})
         scale_V = None if self.softmax_scale is None else self.softmax_scale[...]
         if scale_V is None:
             matrix_VD = matrix_VD.astype(dtype)

@@ -39,6 +39,8 @@ LineLength = Annotated[int, Range(lambda n: 3 <= n <= 2**16, "a number from 3 to
 
 # Dtypes of arrays by name. Segment ids can also be bool.
 _DTYPES = {"mask": "bool", "source|target|tokens|segments|positions": "integer"}
+# Arrays whose axes can have size 1: "name:number of axes".
+_BROADCASTS = re.compile("mask:4|bias:4|positions:")
 F = TypeVar("F", bound=Callable[..., Any])
 
 Rule = tuple[str, bool, str]
@@ -82,19 +84,47 @@ class Section:
 def checked(function: F) -> F:
     """Decorate a public function to check its arrays, sizes and dropout keys.
 
-    The end of an array's name gives its axes. Masks are bool; token ids, segment ids and positions
-    are integers. A size has one of the types above. Raises ``UserError``.
+    The end of an array's name gives its axes. Axes with the same letter have the same size. Masks
+    are bool; token ids, segment ids and positions are integers. A size has one of the types above.
+    Raises ``UserError``.
     """
     signature = inspect.signature(function)
 
     @wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
+        arrays = {}
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             if value is not None:
                 _check(name, value, signature.parameters[name].annotation)
+                if name.rpartition("_")[2].isupper():
+                    arrays[name] = value
+        check_sizes(arrays)
         return function(*args, **kwargs)
 
     return typing.cast(F, checking)
+
+
+def check_sizes(arrays: dict[str, Any]) -> None:
+    """Raise ``UserError`` if axes with the same letter differ in size.
+
+    ``arrays`` are arrays by name; the end of a name gives the axes. Masks with four axes, biases
+    and positions can have size 1 instead, and values can be wider (K) than queries and keys.
+    Sizes that are not numbers, as in ``jax.export`` with symbolic shapes, are not compared.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, array in arrays.items():
+        stem, _, axes = name.rpartition("_")
+        for axis, size in zip(axes, array.shape):
+            broadcasts = size == 1 and _BROADCASTS.search(f"{stem}:{len(axes)}") is not None
+            if not isinstance(size, int) or broadcasts or (stem, axis) == ("v", "K"):
+                continue
+            expected, other = sizes.setdefault(axis, (size, name))
+            if size != expected:
+                raise UserError(
+                    f"{stem} has shape {list(array.shape)}, axes {', '.join(axes)}; expected "
+                    f"{axis} = {expected}, as in {other.rpartition('_')[0]} with shape "
+                    f"{list(arrays[other].shape)}."
+                )
 
 
 def _check(name: str, value: Any, annotation: str) -> None:
@@ -106,7 +136,7 @@ def _check(name: str, value: Any, annotation: str) -> None:
             return
         given = f"{dtype} with {value.ndim} axes" if dtype else f"a {type(value).__name__}"
         raise UserError(f"{stem} is {given}; expected {kind or 'an'} array [{', '.join(axes)}].")
-    expected = _expected(value, globals().get(annotation, Any))
+    expected = _expected(value, globals().get(str(annotation).removesuffix(" | None"), Any))
     is_key = type(value).__name__ == "DropoutKeys" or dtype.startswith(("key<", "uint32"))
     if name == "dropout_key" and not is_key:
         expected = "None or a random key, such as jax.random.key(0)"
