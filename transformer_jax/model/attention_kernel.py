@@ -15,11 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
 from transformer_jax.devices.sharding import BATCH_AXES
-from transformer_jax.model.gpu import load, runs_kernels, sharded, split_qkv, splits, store
+from transformer_jax.model.gpu import (
+    compiler_params,
+    load,
+    runs_kernels,
+    sharded,
+    split_qkv,
+    splits,
+    store,
+)
 
 # Score of a masked position. It is finite, so a fully masked row (padding) does not become NaN.
 MASKED = -1e30
@@ -102,7 +109,7 @@ def _call(kernel: Any, inputs: Any, mask_B1TS: Any, outs: Any, interpret: bool) 
         ],
         out_specs=[block_spec(x, 0, x.shape[3]) for x in outs],
         out_shape=outs,
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=compiler_params(warps),
         interpret=interpret,
     )(mask_B1TS.astype(jnp.int8), *(x for x, _, _ in inputs))
 

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from transformer_jax.model.attention_kernel import MASKED
-from transformer_jax.model.gpu import load, runs_kernels, split_qkv, store
+from transformer_jax.model.gpu import compiler_params, load, runs_kernels, split_qkv, store
 
 POSITIONS = 16  # positions per iteration; divides the number of positions in a cache
 
@@ -95,7 +94,7 @@ def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool
         out_specs=[of_beams(out, 0, K), *map(of_cache, written)],
         out_shape=[out, *written],
         input_output_aliases={len([*sentences, *beams]) + i: 1 + i for i in range(len(written))},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=compiler_params(4),
         interpret=interpret,
     )(*sentences, *(x for x, _, _ in beams), *caches)
 

@@ -1,33 +1,63 @@
-"""Code shared by the GPU kernels: hardware support, sharding, loads and stores, random bits."""
+"""Code shared by the GPU kernels: hardware support, sharding, loads and stores, random bits.
+
+Only this module imports Pallas' Triton backend, and only when a kernel is built.
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.sharding import AbstractMesh, AxisType
 
 from transformer_jax.model.dropout import threshold
+
+_log = logging.getLogger(__name__)
 
 
 def runs_kernels() -> bool:
     """Return True on GPUs with bfloat16 matmuls: compute capability 8.0 (A100) or newer.
 
-    GPUs that do not report a compute capability count as supported.
+    GPUs that do not report a compute capability count as supported. Without Pallas' Triton backend,
+    the reference implementations replace all kernels.
     """
     if jax.default_backend() != "gpu":
         return False
     try:
-        return float(getattr(jax.devices()[0], "compute_capability", 8.0)) >= 8.0
+        is_new = float(getattr(jax.devices()[0], "compute_capability", 8.0)) >= 8.0
     except ValueError:  # AMD GPUs report a name
         return False
+    return is_new and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError as error:
+        _log.warning(
+            "jax %s does not have Pallas' Triton backend (%s), which is deprecated in JAX. The "
+            "fused GPU kernels are off; training and decoding give the same results, but slower.",
+            jax.__version__,
+            error,
+        )
+        return False
+    return True
+
+
+def compiler_params(num_warps: int) -> Any:
+    """Return the parameters that compile a kernel with Pallas' Triton backend."""
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=num_warps, num_stages=1)
 
 
 def splits(rows: int, heads: int = 0) -> bool:
@@ -90,11 +120,15 @@ def rows_inside(shape: tuple[int, ...], count: int) -> Array | None:
 
 def load(ref: Any, inside: Array | None) -> Array:
     """Load a block, with 0 for elements outside the array. ``inside=None`` loads all elements."""
+    from jax.experimental.pallas import triton
+
     return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
 
 
 def store(ref: Any, x: Array, inside: Array | None) -> None:
     """Store the elements of a block that are inside the array, converted to the array's dtype."""
+    from jax.experimental.pallas import triton
+
     triton.store(ref, x.astype(ref.dtype), mask=inside)
 
 

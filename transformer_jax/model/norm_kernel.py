@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
 from transformer_jax.devices.sharding import BATCH_AXES
@@ -118,7 +117,7 @@ def _call(kernel: Any, settings: _NormSettings, arrays: Any, outs: Any) -> list[
             in_specs=[*map(spec, arrays)],
             out_specs=[*map(spec, outs)],
             out_shape=outs,
-            compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
+            compiler_params=gpu.compiler_params(8),
             interpret=settings.interpret,
         )(*arrays)
 
