@@ -44,9 +44,11 @@ from .settings.config import (
     TrainingConfig,
 )
 from .settings.config_files import load_config_file
+from .tokenization.languages import Affixes, Languages
 from .tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from .tokenization.subword_model import SubwordModel
 from .tokenization.tokenizer import Tokenizer
+from .tokenization.vocabulary import Vocabulary
 from .training.loop import train
 from .training.loss import TwoPasses, smoothed_cross_entropy
 from .training.optimizer import learning_rate_schedule, make_optimizer
@@ -59,6 +61,7 @@ __all__ = [
     "EOS_ID",
     "PAD_ID",
     "UNK_ID",
+    "Affixes",
     "AsyncTranslator",
     "Batch",
     "BatchConfig",
@@ -80,6 +83,7 @@ __all__ = [
     "Ensemble",
     "FeedForward",
     "Hypothesis",
+    "Languages",
     "MeshConfig",
     "ModelConfig",
     "MultiHeadAttention",
@@ -100,6 +104,7 @@ __all__ = [
     "Translator",
     "TwoPasses",
     "UserError",
+    "Vocabulary",
     "attention_mask",
     "batch_sharding",
     "bleu",

@@ -35,7 +35,7 @@ NUMBERS = number_files(3000)
 PAIRS = list(read_pairs(NUMBERS))
 TOKENIZER = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
 SIDES = ["source", "target"]
-SAMPLED = {"sampling": 0.2, "num_samples": 3, "seed": 5}
+SAMPLED = {"bpe_dropout": 0.2, "num_samples": 3, "seed": 5}
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_copies_of_a_pair_have_different_segmentations(tmp_path):
 
 
 def test_chunks_and_sides_of_a_text_draw_their_own_segmentations():
-    job = tokenize.TokenizeJob(TOKENIZER, DataConfig(), sampling=0.3)
+    job = tokenize.TokenizeJob(TOKENIZER, DataConfig(), bpe_dropout=0.3)
     same = [("seventeen thousand", "seventeen thousand")] * 5
     drawn = [job.tokenize(number, same).sides for number in (0, 1, 1)]
     flat = [[tuple(tokens.tolist()) for tokens, _ in sides] for sides in drawn]
@@ -179,11 +179,11 @@ def test_a_new_run_reads_the_text_twice_and_a_resumed_run_once(tmp_path, monkeyp
 def test_equal_lines_of_several_files_get_different_segmentations(tmp_path):
     config, data = from_text(tmp_path, PAIRS[:300])
     twice = dataclasses.replace(config, source=("source",) * 2, target=("target",) * 2)
-    corpus = build_corpus(twice, TOKENIZER, data, tmp_path / "twice", sampling=0.3)
+    corpus = build_corpus(twice, TOKENIZER, data, tmp_path / "twice", bpe_dropout=0.3)
     lengths = corpus.lengths()[0].reshape(2, -1)
     assert corpus.num_read == 600 and (lengths[0] != lengths[1]).any()
     from_text(tmp_path, PAIRS[:300] * 2)
-    whole = build_corpus(config, TOKENIZER, data, tmp_path / "whole", sampling=0.3)
+    whole = build_corpus(config, TOKENIZER, data, tmp_path / "whole", bpe_dropout=0.3)
     assert sequences(whole, "source") == sequences(corpus, "source")
 
 

@@ -67,7 +67,7 @@ def test_a_corpus_is_that_of_the_same_pairs_as_text(tmp_path, name):
     tokenizer = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
     data, batches = DataConfig(workers=1), BatchConfig(tokens=512)
     as_text, as_rows = (
-        build_corpus(each, tokenizer, data, tmp_path / "corpora", sampling=0.1, num_samples=2)
+        build_corpus(each, tokenizer, data, tmp_path / "corpora", bpe_dropout=0.1, num_samples=2)
         for each in (NUMBERS, config)
     )
     assert as_text.fingerprint != as_rows.fingerprint

@@ -303,7 +303,7 @@ def test_models_of_an_ensemble_that_do_not_match():
     start = dataclasses.replace(MODEL, decoder_start_id=0)
     for models, message in [
         ([make_model(0), make_model(0, other)], r"are \[\(40, 40\), \(50, 50\)\]; expected one"),
-        ([make_model(0), make_model(0, start)], r"_start are \['bos', 'pad'\]; expected the"),
+        ([make_model(0), make_model(0, start)], r"_start_id are \[1, 0\]; expected the"),
         ([], r"vocabulary sizes are \[\]; expected one or more"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -373,7 +373,6 @@ def test_files_have_the_permissions_of_new_files(mask, tmp_path, joint, make) ->
         ("huggingface", {"norm_epsilon": 1e-3}, "model.norm_epsilon"),
         ("huggingface", {"final_norm": True}, "model.final_norm"),
         ("huggingface", {"norm_type": "rms"}, "model.norm_type"),
-        ("huggingface", {"language_last": True}, "model.language_last"),
         ("huggingface", {"activation": "swiglu"}, "model.activation"),
         ("ctranslate2", {"d_k": 7}, "model.d_k"),
         ("ctranslate2", {"d_v": 7}, "model.d_v"),

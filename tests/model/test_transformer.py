@@ -67,7 +67,6 @@ VARIANTS = {
     "bart": {
         **{"positions": "learned", "max_positions": 12, "position_offset": 2},
         **{"share_positions": False, "embedding_norm": True, "softmax_bias": True},
-        "language_last": True,
     },
     "m2m_100": {"positions": "tensor2tensor", "position_offset": 2, "embedding_scale": "tokens"},
 }

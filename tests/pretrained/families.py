@@ -11,7 +11,7 @@ import sentencepiece
 import tokenizers
 import torch
 import transformers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 WORDS = [f"w{i}" for i in range(24)]
 # Sizes are odd on purpose: d_k is not d_model / heads, the vocabulary is not a multiple of 8.
@@ -44,7 +44,11 @@ _T5: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "m2m_100": ("M2M100", _FAIRSEQ),
     "nllb": ("M2M100", _FAIRSEQ | {"scale_embedding": False}),
-    "bart": ("Bart", _FAIRSEQ | {"normalize_before": False, "normalize_embedding": True}),
+    "bart": (
+        "Bart",
+        _FAIRSEQ
+        | {"normalize_before": False, "normalize_embedding": True, "forced_bos_token_id": 0},
+    ),
     "mbart": (
         "MBart",
         _FAIRSEQ
@@ -114,6 +118,16 @@ def languages(case: str) -> list[str]:
     return found.get(case, ["en_XX", "de_DE"] if "mbart" in case else [])
 
 
+def template(case: str) -> list[str]:
+    """What the tokenizer of the published model puts around a line, $A."""
+    codes = languages(case)[:1]
+    if case == "bart":
+        return ["<s>", "$A", "</s>"]
+    if case == "mbart, first version":
+        return ["$A", "</s>", *codes]
+    return [*(codes if CASES[case][0] in ("M2M100", "MBart") else []), "$A", "</s>"]
+
+
 # With these seeds, outputs differ and many end before the limit.
 _SEEDS = {"m2m_100": 11, "bart": 3, "mbart": 1, "pegasus": 18, "t5": 2, "t5 1.1": 1, "mt5": 1}
 _SEEDS |= {
@@ -162,6 +176,11 @@ def write(case: str, folder: Path, *, spare: int | None = None) -> Any:
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast.decoder = decoders.Metaspace()
     fast.add_special_tokens([*special_tokens(case), *languages(case)])
+    around = template(case)
+    special_ids = [(token, vocabulary[token]) for token in around if token != "$A"]
+    fast.post_processor = processors.TemplateProcessing(
+        single=" ".join(around), special_tokens=special_ids
+    )
     fast.save(str(folder / "tokenizer.json"))
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     if "<s>" in vocabulary:

@@ -87,14 +87,13 @@ def test_each_segment_begins_with_the_languages(folder) -> None:
     translator = Translator.from_workdir(folder, max_source_length=8)
     text = " ".join(f"w{i % 24}" for i in range(40))
     sentences = translator.plan(Request(text, **ENGLISH, **GERMAN)).sentences
-    [source] = translator.tokenizer.source.first_ids("eng_Latn")
-    [target] = translator.tokenizer.target.first_ids("deu_Latn")
+    [source], _, [target] = translator.tokenizer.affixes("eng_Latn", "deu_Latn")
     assert len(sentences) > 4
     assert {sentence.tokens[0] for sentence in sentences} == {source}
     assert all(len(sentence.tokens) <= 7 for sentence in sentences)
     assert {tuple(sentence.prefix) for sentence in sentences} == {(target,)}
     joined = [i for sentence in sentences for i in sentence.tokens[1:]]
-    assert joined == translator.tokenizer.source.encode([text], first=())[0]
+    assert joined == translator.tokenizer.source.encode([text])[0]
 
 
 @pytest.mark.parametrize("tool", ["flags", "fields"])
@@ -168,7 +167,8 @@ def test_scores_and_attention_are_those_of_the_search(folder, translator) -> Non
     requests = _requests(**ENGLISH, **GERMAN)
     assert _found(ours, LINES) == _found(translator, requests)
     for line, [best] in zip(LINES, ours.stream(LINES)):
-        pair = tokenizer.source.encode([line])[0], tokenizer.target.ids(best.tokens)
+        source = tokenizer.affixes().source(tokenizer.source.encode([line])[0])
+        pair = source, tokenizer.target.ids(best.tokens)
         [log_probs] = scorer.score_tokens([pair])
         np.testing.assert_allclose(log_probs[1:].sum(), best.log_prob, atol=1e-4)
     attention = sentence_attention(ours, LINES[0])

@@ -14,7 +14,6 @@ from tests.pretrained import families
 from tests.test_library_examples import blocks
 from transformer_jax.export.__main__ import main
 from transformer_jax.pretrained.loading import import_into, load_model
-from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 
 TRANSLATE, STEP, CONVERTED = blocks("docs/pretrained.md")
 
@@ -57,7 +56,8 @@ def test_a_loaded_model_is_trained_saved_exported_and_converted(case: str) -> No
     if before.softmax_bias is not None:
         np.testing.assert_array_equal(before.softmax_bias[...], after.softmax_bias[...])
     [its] = tokenizer.source.encode(["w1"])
-    assert tokenizer.source.ids(["w1", "</s>", "<pad>"]) == [its[-1], EOS_ID, PAD_ID]
+    special = [after.config.eos_id, after.config.pad_id]
+    assert tokenizer.source.ids(["w1", "</s>", "<pad>"]) == [its[-1], *special]
     flags = ["--workdir", "runs/own", "--format", "huggingface", "--output", "tuned-hf"]
     assert main([*flags]) == 0
     tensors, original = (load_file(f"{name}/model.safetensors") for name in ("tuned-hf", "theirs"))

@@ -93,8 +93,8 @@ def test_every_field_has_a_docstring_for_help() -> None:
             "model.d_model is 1000000; expected a number from 1 to 65,536",
         ),
         (
-            lambda: TokenizerConfig(sampled_epochs=1_000_000),
-            "tokenizer.sampled_epochs is 1000000; expected a positive number up to 512",
+            lambda: TokenizerConfig(bpe_dropout_samples=1_000_000),
+            "tokenizer.bpe_dropout_samples is 1000000; expected a positive number up to 512",
         ),
         (lambda: ModelConfig(vocab_size=9, source_vocab_size=8), "'target' or 'none'"),
         (

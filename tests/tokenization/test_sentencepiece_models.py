@@ -16,6 +16,7 @@ from transformer_jax.tokenization.special_ids import EOS_ID, UNK_ID
 from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.subword_sampling import model_proto
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.tokenization.vocabulary import Vocabulary
 from transformer_jax.translation.segments import cut
 
 TEXT = ["one hundred and two", "  two  ones and a hundred", "three and two hundred", "tw  onetwo"]
@@ -66,6 +67,11 @@ def train(lines: list[str], **flags: object) -> bytes:
     return writer.getvalue()
 
 
+def own(tokens: list[str]) -> Vocabulary:
+    """A vocabulary with the ids of models trained here."""
+    return Vocabulary(tuple(tokens), pad_id=0, eos_id=2, unk_id=3, bos_id=1)
+
+
 def pieces(model: SubwordModel) -> list[str]:
     return model.tokens(range(model.vocab_size))
 
@@ -75,9 +81,9 @@ def pieces(model: SubwordModel) -> list[str]:
 @given(lines=LINES, seed=st.integers(0, 9))
 def test_rare_drops_give_the_segmentation_of_decoding(name, lines, seed):
     ours = model(name)
-    foreign = SubwordModel(ours.model, [*pieces(ours)[:4], *reversed(pieces(ours)[4:])])
+    foreign = SubwordModel(ours.model, own([*pieces(ours)[:4], *reversed(pieces(ours)[4:])]))
     for each in (ours, foreign):
-        assert each.encode(lines, sampling=1e-9, seed=seed) == each.encode(lines)
+        assert each.encode(lines, bpe_dropout=1e-9, seed=seed) == each.encode(lines)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,10 +91,10 @@ def test_rare_drops_give_the_segmentation_of_decoding(name, lines, seed):
 @given(words=st.lists(st.sampled_from(WORDS)), seed=st.integers(0, 9))
 def test_decoding_inverts_encoding(name, words, seed):
     ours, line = model(name), " ".join(words)
-    foreign = SubwordModel(ours.model, pieces(ours))
+    foreign = SubwordModel(ours.model, own(pieces(ours)))
     for each in (ours, foreign):
         for sampling in (0.0, 0.4):
-            [ids] = each.encode([line], sampling=sampling, seed=seed)
+            [ids] = each.encode([line], bpe_dropout=sampling, seed=seed)
             assert each.decode(ids) == line
 
 
@@ -96,7 +102,7 @@ def test_decoding_inverts_encoding(name, words, seed):
 @EXAMPLES
 @given(words=st.lists(st.sampled_from(WORDS[:4])), limit=st.integers(9, 15))
 def test_segments_of_a_long_line_are_encoded_like_lines(name, words, limit):
-    ours = Tokenizer(model(name).model)
+    ours = Tokenizer.from_models(model(name).model)
     tag = "<2de> " if "symbols" in name and words else ""
     segments = [segment.tokens for segment in cut(tag + " ".join(words), limit, ours)[0]]
     texts = [ours.source.decode(segment).removeprefix(tag) for segment in segments]
@@ -110,8 +116,8 @@ def test_special_tokens_in_a_text_are_words(sampling):
     """Neither < nor > is in the vocabulary, so the whole word is one unknown token."""
     lines = ["</s>", "one </s> two", "<s><pad>"]
     letters = train(["a b c d"] * 9, model_type="bpe", vocab_size=9)
-    for vocabulary in ([], [piece.piece for piece in model_proto(letters).pieces]):
-        ids = SubwordModel(letters, vocabulary).encode(lines, sampling=sampling)
+    for vocabulary in (None, own([piece.piece for piece in model_proto(letters).pieces])):
+        ids = SubwordModel(letters, vocabulary).encode(lines, bpe_dropout=sampling)
         assert {UNK_ID} < {token for line in ids for token in line}
         assert all(token > EOS_ID for line in ids for token in line)
 
@@ -123,9 +129,9 @@ def test_a_model_with_unused_tokens():
     assert changed.encode(TEXT)
     with pytest.raises(
         UserError,
-        match="without unused tokens; set tokenizer.sampling to 0",
+        match="without unused tokens; set tokenizer.bpe_dropout to 0",
     ):
-        changed.encode(TEXT, sampling=0.1)
+        changed.encode(TEXT, bpe_dropout=0.1)
 
 
 # Algorithm 1
@@ -158,7 +164,7 @@ def test_sampling_has_the_papers_distribution(name, line, dropout):
     generator = random.Random(0)
     expected = Counter(algorithm_1(text, ranks, dropout, generator) for _ in range(n))
     found = Counter(
-        tuple(ours.tokens(ids)) for ids in ours.encode([line] * n, sampling=dropout, seed=1)
+        tuple(ours.tokens(ids)) for ids in ours.encode([line] * n, bpe_dropout=dropout, seed=1)
     )
     assert len(expected) > 4
     distance = sum(abs(found[each] - expected[each]) for each in found | expected) / (2 * n)

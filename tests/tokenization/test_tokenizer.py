@@ -17,8 +17,11 @@ from number_names import number_names
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization import tokenizer as tokenizer_module
+from transformer_jax.tokenization.languages import Languages
 from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.tokenization.vocabulary import Vocabulary
 
 PAIRS = tuple(number_names("train", 2000))
 SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))
@@ -47,9 +50,9 @@ BYTES = train(vocab_size=330, byte_fallback=True, normalization="identity")
 def test_decoding_inverts_encoding(algorithm, joint):
     tokenizer = train(algorithm, joint)
     for sampling in (0.0, 0.3) if algorithm == "bpe" else (0.0,):
-        ids = tokenizer.source.encode(SOURCES, sampling=sampling, seed=1)
+        ids = tokenizer.source.encode(SOURCES, bpe_dropout=sampling, seed=1)
         assert [tokenizer.source.decode(line) for line in ids] == SOURCES
-        ids = tokenizer.target.encode(TARGETS, sampling=sampling, seed=1)
+        ids = tokenizer.target.encode(TARGETS, bpe_dropout=sampling, seed=1)
         assert [tokenizer.target.decode(line) for line in ids] == TARGETS
     assert (tokenizer.joint, tokenizer.source.vocab_size, tokenizer.target.vocab_size) == (
         joint,
@@ -63,7 +66,7 @@ def test_decoding_inverts_encoding(algorithm, joint):
     st.sampled_from([0.0, 0.5]),
 )
 def test_identity_with_byte_fallback_inverts_any_line(line, sampling):
-    [ids] = BYTES.source.encode([line], sampling=sampling, seed=1)
+    [ids] = BYTES.source.encode([line], bpe_dropout=sampling, seed=1)
     assert BYTES.source.decode(ids) == line
     assert UNK_ID not in ids
 
@@ -111,7 +114,7 @@ def test_as_many_training_sentences_as_allowed_are_kept(joint, most, monkeypatch
         return model
 
     model = train().source.model
-    monkeypatch.setattr(tokenizer_module, "_learn", learn)
+    monkeypatch.setattr(tokenizer_module, "learn", learn)
     config = TokenizerConfig(joint=joint, max_training_sentences=2 * most if joint else most)
     for count in range(1, 40):
         learned.clear()
@@ -155,24 +158,31 @@ def test_normalization_of_the_zero_width_non_joiner(rule, keeps):
 def test_sampling_with_probability_0_is_sentencepieces_segmentation():
     for tokenizer in (train(), BYTES):
         lines = [*SOURCES, "caf\u00e9 \u4e2d\u4e2d forty", "  a  b "]
-        assert tokenizer.source.encode(lines, sampling=1e-12) == tokenizer.source.encode(lines)
+        assert tokenizer.source.encode(lines, bpe_dropout=1e-12) == tokenizer.source.encode(lines)
 
 
 def test_sampling_depends_only_on_the_seed(tmp_path):
     tokenizer = train(pairs=AMBIGUOUS_PAIRS)
     tokenizer.save(tmp_path)
 
+    def ids_of(seed):
+        return tokenizer.source.encode(AMBIGUOUS[:200], bpe_dropout=0.05, seed=seed)
+
     def digest(seed):
         return hashlib.sha256(
-            json.dumps(tokenizer.source.encode(AMBIGUOUS[:200], sampling=0.05, seed=seed)).encode()
+            json.dumps(
+                tokenizer.source.encode(AMBIGUOUS[:200], bpe_dropout=0.05, seed=seed)
+            ).encode()
         ).hexdigest()
 
     assert digest(1) == digest(1) != digest(2)
     program = f"""
 import hashlib, json, sys
+from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.tokenization.vocabulary import Vocabulary
 lines = json.load(sys.stdin)
-ids = Tokenizer.load({str(tmp_path)!r}).source.encode(lines, sampling=0.05, seed=1)
+ids = Tokenizer.load({str(tmp_path)!r}).source.encode(lines, bpe_dropout=0.05, seed=1)
 print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
 """
     other = subprocess.run(
@@ -226,18 +236,50 @@ def test_loading_a_missing_or_corrupt_tokenizer(tmp_path):
             UserError, match=r"tokenizer\.model' is not a SentencePiece model or is corrupt"
         ):
             Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.vocab.json").write_text("[")
-    with pytest.raises(UserError, match=r"vocab\.json' is corrupt .* restore it from a backup"):
+    (tmp_path / "tokenizer.manifest.json").write_text("[")
+    with pytest.raises(UserError, match=r"manifest\.json' is corrupt .* restore it from a backup"):
         Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize(
     "content", ["null", "3", "true", "[1, 2]", "[[]]", "[null]", "[" * 100_000]
 )
-def test_loading_a_vocabulary_of_another_shape(content, tmp_path):
-    train().save(tmp_path)
-    (tmp_path / "tokenizer.vocab.json").write_text(content)
-    with pytest.raises(UserError, match=r"vocab\.json' is corrupt .* restore it from a backup"):
+def test_loading_a_manifest_of_another_shape(content, tmp_path):
+    """The manifest itself, and each of its fields."""
+    plain = train()
+    side = SubwordModel(plain.source.model, plain.source.vocabulary)
+    Tokenizer(side, side, languages=Languages({"de": "one"}, "one")).save(tmp_path)
+    manifest = tmp_path / "tokenizer.manifest.json"
+    whole = json.loads(manifest.read_text())
+    changed = [content]
+    if len(content) < 9:
+        for name in ("source", "languages"):
+            changed.append(json.dumps(whole | {name: json.loads(content)}))
+        of_source = whole["source"]
+        for name in ("model", "vocabulary"):
+            fields = of_source | {name: json.loads(content)}
+            if (name, content) != ("vocabulary", "null"):  # the model's own
+                changed.append(json.dumps(whole | {"source": fields}))
+        for name in ("tokens", "pad_id", "special"):
+            vocabulary = of_source["vocabulary"] | {name: json.loads(content)}
+            if (name, content) not in (("special", "[1, 2]"), ("pad_id", "3")):
+                fields = of_source | {"vocabulary": vocabulary}
+                changed.append(json.dumps(whole | {"source": fields}))
+    for text in changed:
+        manifest.write_text(text)
+        with pytest.raises(UserError, match=r"manifest\.json' is corrupt|of a vocabulary"):
+            Tokenizer.load(tmp_path)
+
+
+def test_files_of_earlier_versions(tmp_path):
+    """Those of models trained here stay valid; those of imports have other ids and are refused."""
+    plain = train()
+    plain.save(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.model"]
+    digest = hashlib.sha256(plain.source.model).digest()
+    assert plain.fingerprint == hashlib.sha256(digest).hexdigest()
+    (tmp_path / "tokenizer.vocab.json").write_text("[]")
+    with pytest.raises(UserError, match="by an earlier version .*; import the model again"):
         Tokenizer.load(tmp_path)
 
 
@@ -280,12 +322,19 @@ def test_a_model_with_other_special_ids(tmp_path):
     train = sentencepiece.SentencePieceTrainer.train
     with file.open("wb") as writer:
         train(sentence_iterator=iter(SOURCES), model_writer=writer, vocab_size=60, minloglevel=2)
-    with pytest.raises(
-        UserError,
-        match=r"'.*other.model' has the ids \(-1, 1, 2, 0\) for PAD, .* expected "
-        r"0 to 3. Train it with spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3",
-    ):
-        Tokenizer.train([], TokenizerConfig(model=str(file)))
+    tokenizer = Tokenizer.train([], TokenizerConfig(model=str(file)))
+    side = tokenizer.source
+    assert (side.pad_id, side.bos_id, side.eos_id, side.unk_id) == (60, 1, 2, 0)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    assert side.encode(SOURCES) == processor.encode(list(SOURCES))
+    assert side.decode([1, *side.encode(["one two"])[0], 2, 60, 60]) == "one two"
+    tokenizer.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved").source.pad_id == 60
+    ours = tmp_path / "ours.model"
+    ours.write_bytes(train_anew(vocab_size=59).source.model)
+    two = TokenizerConfig(joint=False, model=str(file), target_model=str(ours))
+    with pytest.raises(UserError, match="pad_id is 60 in the source .* and 0 in the target"):
+        Tokenizer.train([], two)
 
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
@@ -296,7 +345,7 @@ def test_user_defined_symbols_are_never_split(algorithm, joint):
     for sampling in (0.0, 0.5) if algorithm == "bpe" else (0.0,):
         found = [
             tokenizer.source.tokens(ids)
-            for ids in tokenizer.source.encode(lines, sampling=sampling, seed=3)
+            for ids in tokenizer.source.encode(lines, bpe_dropout=sampling, seed=3)
         ]
         assert [[piece for piece in pieces if piece in symbols] for pieces in found] == [
             ["<2de>"],
@@ -308,10 +357,10 @@ def test_user_defined_symbols_are_never_split(algorithm, joint):
         assert [tokenizer.source.decode(tokenizer.source.ids(pieces)) for pieces in found] == lines
     plain = [tokenizer.source.encode([line])[0] for line in lines]
     if algorithm == "bpe":
-        assert tokenizer.source.encode(lines, sampling=1e-12) == plain
+        assert tokenizer.source.encode(lines, bpe_dropout=1e-12) == plain
     else:
-        with pytest.raises(UserError, match=r"tokenizer\.sampling needs a BPE model"):
-            tokenizer.source.encode(lines, sampling=0.1)
+        with pytest.raises(UserError, match=r"tokenizer\.bpe_dropout needs a BPE model"):
+            tokenizer.source.encode(lines, bpe_dropout=0.1)
     tags = [tokenizer.source.split_tag(line) for line in lines]
     assert [rest for _, rest in tags] == [" one hundred", " six", "one<BT>two", "seven"]
     assert [tokenizer.source.tokens(ids) for ids, _ in tags][1:] == [
@@ -363,16 +412,22 @@ def test_adding_symbols_to_a_vocabulary(algorithm, joint):
         old.with_symbols(old.source.tokens([EOS_ID]))
 
 
+def _imported(models, *vocabularies, **fields):
+    """A tokenizer with vocabularies other than its models', as in Marian."""
+    made = [Vocabulary(tuple(tokens), 0, 2, 3, 1) for tokens in vocabularies]
+    return Tokenizer(SubwordModel(models[0], made[0]), SubwordModel(models[1], made[-1]), **fields)
+
+
 def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
     """Lines can start with old and new tags. An existing tag keeps its id."""
     plain = train()
     pieces = [*plain.source.tokens(range(plain.source.vocab_size)), ">>deu<<"]
     models = [plain.source.model] * 2
-    imported = Tokenizer(*models, vocabulary=pieces)
+    imported = _imported(models, pieces)
     assert imported.joint
-    with_sign = Tokenizer(*models, vocabulary=[*pieces, "Ω"])
+    with_sign = _imported(models, [*pieces, "Ω"])
     for sampling in (0.0, 0.1):
-        assert len(pieces) in with_sign.source.encode(["one Ω two"], sampling=sampling)[0]
+        assert len(pieces) in with_sign.source.encode(["one Ω two"], bpe_dropout=sampling)[0]
         assert with_sign.source.split_tag(">>fra<< one") == ([UNK_ID], " one")
     grown = imported.with_symbols(("<2fr>", ">>deu<<"))
     deu, fr = len(pieces) - 1, len(pieces)
@@ -392,9 +447,10 @@ def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
         assert [id_ for id_ in grown.source.encode([line])[0] if id_ >= deu] == tags
     grown.save(tmp_path)
     for same in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(grown))):
-        assert same.vocabulary == grown.vocabulary and same.fingerprint == grown.fingerprint
+        assert same.source.vocabulary == grown.source.vocabulary
+        assert same.fingerprint == grown.fingerprint and same.joint
     train().save(tmp_path)
-    assert not Tokenizer.load(tmp_path).vocabulary
+    assert Tokenizer.load(tmp_path).source.has_own_vocabulary
 
 
 def test_two_imported_vocabularies(tmp_path):
@@ -403,7 +459,7 @@ def test_two_imported_vocabularies(tmp_path):
     pieces = plain.source.tokens(range(plain.source.vocab_size))
     target = [*pieces[:4], *reversed(pieces[4:]), "<2fr>"]
     models = [plain.source.model] * 2
-    both = Tokenizer(*models, vocabulary=pieces, target_vocabulary=target, pretrained=b"zip")
+    both = _imported(models, pieces, target, pretrained=b"zip")
     grown = both.with_symbols(["<2fr>"])
     assert (both.pretrained, grown.pretrained) == (b"zip", b"")
     assert grown.source.vocab_size == grown.target.vocab_size == len(target)

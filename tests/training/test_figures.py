@@ -424,7 +424,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (config.data.max_source_length, config.data.max_target_length) == (256, 256)
     tokenizer = config.tokenizer
     assert (tokenizer.vocab_size, tokenizer.algorithm, tokenizer.joint) == (37_000, "bpe", True)
-    assert (tokenizer.sampling, tokenizer.sampled_epochs) == (0, 8)
+    assert (tokenizer.bpe_dropout, tokenizer.bpe_dropout_samples) == (0, 8)
     assert tokenizer.max_training_sentences == 5_000_000
     search = dataclasses.asdict(config.decoding)
     assert (

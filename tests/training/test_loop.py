@@ -396,7 +396,7 @@ def test_training_on_packed_rows_with_bpe_dropout(tmp_path: Path) -> None:
     config = no_evaluation(tiny(steps=12))
     config = changed(
         config,
-        tokenizer={"sampling": 0.1, "sampled_epochs": 3},
+        tokenizer={"bpe_dropout": 0.1, "bpe_dropout_samples": 3},
         batch=BatchConfig(layout="packed", tokens=640, row_length=128, row_multiple=1),
     )
     train(config, tmp_path / "run", devices=ONE)

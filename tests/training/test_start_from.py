@@ -109,7 +109,7 @@ def test_another_model_shape_is_an_error_before_the_text_is_read(
     wrong = changed(
         config,
         model={"d_model": 32, "dropout": 0.3},
-        tokenizer={"vocab_size": 200, "sampling": 0.1},
+        tokenizer={"vocab_size": 200, "bpe_dropout": 0.1},
     )
     with pytest.raises(
         UserError,

@@ -42,7 +42,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"positions": "learned", "max_positions": 32, "position_offset": 2},
         **{"share_positions": False, "embedding_norm": True, "embedding_scale": "none"},
         **{"attention_bias": True, "softmax_bias": True, "decoder_start_id": 2},
-        "language_last": True,
     },
     "m2m_100": {
         **{"norm": "pre", "positions": "tensor2tensor", "position_offset": 2},

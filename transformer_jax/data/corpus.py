@@ -46,7 +46,7 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenized corpus of N pairs. With subword sampling, it contains each pair several times."""
+    """Tokenized corpus of N pairs. With BPE-dropout, it contains each pair several times."""
 
     fingerprint: str
     """SHA-256 (hex) of the text and the settings. Empty if built from lists."""
@@ -85,7 +85,7 @@ class Corpus:
     def from_lists(
         cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], eos_id: int = 2
     ) -> Corpus:
-        """Build a corpus in memory from token ids. EOS is added to each sequence."""
+        """Build a corpus in memory from token ids. EOS is appended to sequences that lack it."""
         sides = []
         for lists in (sources, targets):
             tokens, lengths = concatenate(lists, np.dtype(np.int32), eos_id)
@@ -106,7 +106,7 @@ def build_corpus(
     data: DataConfig,
     directory: str | Path,
     *,
-    sampling: float = 0.0,
+    bpe_dropout: float = 0.0,
     num_samples: int = 1,
     seed: int = 0,
     token: str = "",
@@ -114,15 +114,15 @@ def build_corpus(
     """Tokenize ``text`` into ``directory``, or open the corpus if it already exists there.
 
     Drops pairs that are empty or too long. Raises ``UserError`` if no pairs remain. With
-    ``sampling`` (see ``SubwordModel.encode``), the corpus contains each pair ``num_samples`` times,
-    each time in a newly drawn segmentation. The result does not depend on ``data.workers``. The
-    name of the unfinished corpus contains ``token``.
+    ``bpe_dropout`` (see ``SubwordModel.encode``), the corpus contains each pair ``num_samples``
+    times, each time in a newly drawn segmentation. The result does not depend on ``data.workers``.
+    The name of the unfinished corpus contains ``token``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
     job = TokenizeJob(tokenizer, data)
-    if sampling:
-        job = TokenizeJob(tokenizer, data, sampling, num_samples, seed)
+    if bpe_dropout:
+        job = TokenizeJob(tokenizer, data, bpe_dropout, num_samples, seed)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     corpus = open_corpus(directory, job.fingerprint(text))

@@ -51,7 +51,7 @@ class TokenizeJob:
 
     tokenizer: Tokenizer
     data: DataConfig
-    sampling: float = 0.0
+    bpe_dropout: float = 0.0
     num_samples: int = 1
     seed: int = 0
 
@@ -63,7 +63,7 @@ class TokenizeJob:
             text.fingerprint,
             self.tokenizer.fingerprint,
             (data.max_source_length, data.max_target_length),
-            (self.sampling and (_SAMPLING, self.sampling), self.num_samples, self.seed),
+            (self.bpe_dropout and (_SAMPLING, self.bpe_dropout), self.num_samples, self.seed),
         ]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
@@ -78,13 +78,15 @@ class TokenizeJob:
         Each pair is repeated ``num_samples`` times, and each copy gets a newly drawn segmentation.
         """
         pairs = [pair for pair in pairs for _ in range(self.num_samples)]
+        affixes = self.tokenizer.affixes()
         sides = []
         encoded = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
             digest = hashlib.sha256(repr((self.seed, number, i)).encode()).digest()
             seed = int.from_bytes(digest[:4], "little")
             lines = [pair[i] for pair in pairs]
-            tokens = side.encode(lines, sampling=self.sampling, seed=seed)
+            tokens = side.encode(lines, bpe_dropout=self.bpe_dropout, seed=seed)
+            tokens = list(map(affixes.target if i else affixes.source, tokens))
             sides.append(concatenate(tokens, self.dtypes()[i], side.eos_id))
             encoded.append(tokens)
         lengths_2N = np.stack([lengths for _, lengths in sides])
@@ -104,11 +106,13 @@ class TokenizeJob:
 
 
 def concatenate(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int) -> Flat:
-    """Append EOS to each sequence and concatenate them. Returns the tokens and int32 lengths."""
-    sequences = list(sequences)
-    lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
-    ended = chain.from_iterable(chain(sequence, (eos_id,)) for sequence in sequences)
-    return np.fromiter(ended, dtype, int(lengths.sum(dtype=np.int64))), lengths
+    """Append EOS to each sequence that lacks it and concatenate them. Returns the tokens and int32
+    lengths.
+    """
+    ended = [ids if eos_id in ids else [*ids, eos_id] for ids in sequences]
+    lengths = np.array(list(map(len, ended)), np.int32)
+    tokens = chain.from_iterable(ended)
+    return np.fromiter(tokens, dtype, int(lengths.sum(dtype=np.int64))), lengths
 
 
 def _chunks(pairs: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, Pairs]]:

@@ -84,7 +84,9 @@ def make_block(
     prefix_BP, seed_B = np.full((B, P), NOT_FORCED, np.int32), np.zeros(B, np.uint32)
     terms_BKAM = np.full((B, *bucket.terms), -1, np.int32)
     for place, (number, sentence) in enumerate(sentences.items()):
-        source = [*sentence.tokens, method.eos_id]
+        source = list(sentence.tokens)
+        if method.eos_id not in source:
+            source.append(method.eos_id)
         source_BS[place, : len(source)] = source
         number_B[place], seed_B[place] = number, sentence.seed
         limit_B[place], wanted_B[place] = longest_target(len(source)), sentence.wanted

@@ -38,7 +38,7 @@ class Sentence(NamedTuple):
     """A sentence to translate."""
 
     tokens: Sequence[int]
-    """Source tokens without EOS, fewer than ``Engine.longest_source``."""
+    """Source tokens, fewer than ``Engine.longest_source``. EOS is appended if they lack it."""
     prefix: Sequence[int] = ()
     """Target tokens that the translation must begin with."""
     seed: int = 0

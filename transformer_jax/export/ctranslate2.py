@@ -97,10 +97,12 @@ def export_ctranslate2(
     spec.register_source_vocabulary(source_tokens)
     spec.register_target_vocabulary(target_tokens)
     target = tokenizer.target
-    spec.config.bos_token = target_tokens[target.bos_id]
-    spec.config.decoder_start_token = target_tokens[config.model.decoder_start_id]
+    start = config.model.decoder_start_id
+    spec.config.bos_token = target_tokens[start if target.bos_id is None else target.bos_id]
+    spec.config.decoder_start_token = target_tokens[start]
     spec.config.eos_token = target_tokens[target.eos_id]
-    spec.config.unk_token = target_tokens[target.unk_id]
+    if target.unk_id is not None:
+        spec.config.unk_token = target_tokens[target.unk_id]
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = config.model.norm_epsilon
     spec.validate()

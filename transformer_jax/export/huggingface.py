@@ -16,6 +16,7 @@ from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.search_settings import for_transformers, length_limits
 from transformer_jax.pretrained.weights import to_library, with_biases
+from transformer_jax.tokenization.segmenters import JsonSegmenter
 
 _POSITIONS = 1024  # length of the position table; our sinusoids have no maximum length
 
@@ -57,7 +58,7 @@ def export_huggingface(
 def _export_pretrained(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(tokenizer.pretrained)) as archive:
         archive.extractall(folder)
-    if tokenizer.source.is_json:
+    if isinstance(tokenizer.source.segmenter, JsonSegmenter):
         (folder / "tokenizer.json").write_bytes(tokenizer.source.model)
     _write_weights(Pretrained(folder).tensors_of(model), folder)
 
@@ -98,6 +99,7 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None
         "model_max_length": length_limits(config)[0],
         "pad_token": tokens[tokenizer.target.pad_id],
         "eos_token": tokens[tokenizer.target.eos_id],
-        "unk_token": tokens[tokenizer.target.unk_id],
     }
+    if tokenizer.target.unk_id is not None:
+        settings["unk_token"] = tokens[tokenizer.target.unk_id]
     write_json(folder / "tokenizer_config.json", settings)

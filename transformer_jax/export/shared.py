@@ -14,7 +14,7 @@ def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]
 
     Both exports support only the paper's value of some fields.
     """
-    paper = "position_offset", "embedding_norm", "attention_scale", "output_scale", "language_last"
+    paper = "position_offset", "embedding_norm", "attention_scale", "output_scale"
     allowed = {name: (getattr(ModelConfig(), name),) for name in paper} | allowed
     scales = ("all", "tokens") if shape.positions == "interleaved" else ("all",)
     for name, values in ({"embedding_scale": scales} | allowed).items():

@@ -139,16 +139,19 @@ class Transformer(nnx.Module):
         inputs_BT = jnp.where(positions_BT == 0, start_id, _shift_right(target_BT))
         if cut_BT is not None:
             cut_BT = _shift_right(cut_BT) & (positions_BT > 0)
-        packed = target_segments_BT is not None
+        x_BTD = self._embed(
+            self.target_embedding,
+            inputs_BT,
+            positions_BT,
+            packed=target_segments_BT is not None,
+            cut_BL=cut_BT,
+            keys=keys,
+        )
+        if not self.config.train_decoder_start:
+            is_start_BT1 = (positions_BT == 0)[..., None]
+            x_BTD = jnp.where(is_start_BT1, jax.lax.stop_gradient(x_BTD), x_BTD)
         return self.decoder(
-            self._embed(
-                self.target_embedding,
-                inputs_BT,
-                positions_BT,
-                packed=packed,
-                cut_BL=cut_BT,
-                keys=keys,
-            ),
+            x_BTD,
             memory_BSD,
             attention_mask(segments_BT, segments_BT, causal=True),
             attention_mask(segments_BT, self._segments(source_BS, source_segments_BS)),
@@ -216,9 +219,6 @@ class Transformer(nnx.Module):
         packed = segments_BS is not None
         segments_BS = self._segments(source_BS, segments_BS)
         positions_BS = segment_positions(segments_BS)
-        if self.config.language_last:
-            lengths_BS = (segments_BS[:, :, None] == segments_BS[:, None]).sum(2)
-            positions_BS = (positions_BS - 1) % lengths_BS
         x_BSD = self._embed(
             self.source_embedding or self.target_embedding,
             source_BS,

@@ -1,6 +1,7 @@
-"""Import a pretrained model.
+"""Import pretrained models, or compare them with transformers.
 
 python -m transformer_jax.pretrained import --input NAME --workdir W
+python -m transformer_jax.pretrained verify NAME ...
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import tyro
+
 from transformer_jax.cli import run_program
+from transformer_jax.errors import UserError
 from transformer_jax.storage.files import new_folder
 
 logger = logging.getLogger("transformer_jax.pretrained")
@@ -51,15 +55,47 @@ class Import:
         logger.info("Fine-tune:  python train.py %s --workdir NEW ...", start)
 
 
+@dataclass(frozen=True)
+class Verify:
+    """Compare pretrained models with transformers: token ids, logits, and the beam searches of
+    twenty sentences. Prints a table; exit status 2 if a model differs.
+    """
+
+    models: tyro.conf.Positional[tuple[str, ...]]
+    """Names on the Hugging Face Hub, or folders in transformers' format."""
+    source_language: str = ""
+    """Many-to-many models: language code of the source. The sentences are English."""
+    target_language: str = ""
+    """Many-to-many models: language code of the target."""
+    allow_pickle: bool = False
+    """Also read pytorch_model.bin, a pickle, if there is no model.safetensors."""
+
+    def run(self) -> None:
+        """Print the table."""
+        from transformer_jax.pretrained.verify import compare, table
+
+        languages = (self.source_language, self.target_language)
+        comparisons = []
+        for name in self.models:
+            compared = compare(name, languages=languages, allow_pickle=self.allow_pickle)
+            logger.info("%s is compared.", name)
+            comparisons.append(compared)
+        print(table(comparisons))
+        different = [each.name for each in comparisons if not each.equal]
+        if different:
+            raise UserError(
+                f"{', '.join(different)}: results differ from those of transformers; expected "
+                "equal ids and logits. Please report the table."
+            )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the program. Returns the exit status (see ``run_program``)."""
     return run_program(lambda: _run(argv))
 
 
 def _run(argv: list[str] | None) -> None:
-    import tyro
-
-    subcommands: dict[str, Callable[..., Import]] = {"import": Import}
+    subcommands: dict[str, Callable[..., Import | Verify]] = {"import": Import, "verify": Verify}
     program = "python -m transformer_jax.pretrained"
     tyro.extras.subcommand_cli_from_dict(subcommands, prog=program, args=argv).run()
 

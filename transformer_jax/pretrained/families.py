@@ -31,6 +31,10 @@ class Family(NamedTuple):
     """Fields of its config.json, and the fields of ``ModelConfig`` that they set."""
     settings: Mapping[str, Any]
     """The other settings that differ from the paper's."""
+    defaults: Mapping[str, Any]
+    """Values that the class gives to the fields that its config.json lacks."""
+    tokenizer: str
+    """Class of the tokenizer if the folder does not name one."""
     separate: Mapping[str, str] = {}
     """Names of its weights if source and target do not share embeddings."""
     required: Mapping[str, tuple[Any, ...]] = {}
@@ -57,6 +61,27 @@ _FIELDS = {
     "activation_dropout": "feed_forward_dropout",
     "scale_embedding": "embedding_scale",
     "max_position_embeddings": "max_positions",
+}
+_FAIRSEQ_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50265,
+    "d_model": 1024,
+    "encoder_layers": 12,
+    "decoder_layers": 12,
+    "encoder_attention_heads": 16,
+    "decoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "decoder_ffn_dim": 4096,
+    "activation_function": "gelu",
+    "dropout": 0.1,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "scale_embedding": False,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "tie_word_embeddings": True,
 }
 _LAYER = {
     "self_attention.query": "self_attn.q_proj.{}",
@@ -141,6 +166,33 @@ _T5_FIELDS = {
     "layer_norm_epsilon": "norm_epsilon",
     "feed_forward_proj": "activation",
 }
+_T5_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_decoder_layers": None,  # as num_layers
+    "num_heads": 8,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "dropout_rate": 0.1,
+    "layer_norm_epsilon": 1e-6,
+    "feed_forward_proj": "relu",
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "decoder_start_token_id": None,
+    "tie_word_embeddings": True,
+}
+_MT5_DEFAULTS = _T5_DEFAULTS | {
+    "vocab_size": 250112,
+    "d_ff": 1024,
+    "num_layers": 8,
+    "num_heads": 6,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
 _T5 = {
     **_PRE_NORM,
     "norm_type": "rms",
@@ -151,12 +203,14 @@ _T5 = {
 }
 
 
-def _t5(name: str, **settings: Any) -> Family:
+def _t5(name: str, defaults: Mapping[str, Any], **settings: Any) -> Family:
     return Family(
         name,
         _T5_LIBRARY,
         _T5_FIELDS,
         _T5 | settings,
+        defaults,
+        "T5Tokenizer",
         languages="<2([A-Za-z_]+)>",  # MADLAD-400
         first_tokens=(),
     )
@@ -167,7 +221,11 @@ FAMILIES = {
         "MarianMTModel",
         _library(_EMBEDDINGS, _BIAS, sines_first=True),
         _FIELDS,
-        _FAIRSEQ | {"softmax_bias": True},
+        _FAIRSEQ | {"softmax_bias": True, "train_decoder_start": False},
+        _FAIRSEQ_DEFAULTS
+        | {"vocab_size": 58101, "pad_token_id": 58100, "decoder_start_token_id": 58100}
+        | {"bos_token_id": None, "eos_token_id": 0},
+        "MarianTokenizer",
         separate={
             "source_embedding.matrix": "model.encoder.embed_tokens.weight",
             "target_embedding.matrix": "model.decoder.embed_tokens.weight",
@@ -180,7 +238,11 @@ FAMILIES = {
         "M2M100ForConditionalGeneration",
         _library(_EMBEDDINGS, _NORMS),
         _FIELDS,
-        _FAIRSEQ | _PRE_NORM | {"positions": "tensor2tensor", "position_offset": 2},
+        _FAIRSEQ | _PRE_NORM | {"positions": "tensor2tensor"},
+        _FAIRSEQ_DEFAULTS
+        | {"vocab_size": 128112, "attention_dropout": 0.1}
+        | {"activation_function": "relu", "scale_embedding": True},
+        "M2M100Tokenizer",
         languages="__([a-z]{2,3})__|([a-z]{3}_[A-Z][a-z]{3})",
         first_tokens=_FAIRSEQ_TOKENS,
         num_skipped=3,
@@ -190,6 +252,8 @@ FAMILIES = {
         _library(_EMBEDDINGS, _LEARNED, _BIAS),
         _FIELDS,
         _BART,
+        _FAIRSEQ_DEFAULTS,
+        "BartTokenizer",
         required={"normalize_before": (False,), "normalize_embedding": (True,)},
     ),
     "mbart": Family(
@@ -197,6 +261,8 @@ FAMILIES = {
         _library(_EMBEDDINGS, _LEARNED, _NORMS, _BIAS),
         _FIELDS,
         _BART | _PRE_NORM,
+        _FAIRSEQ_DEFAULTS | {"decoder_start_token_id": None},
+        "MBartTokenizer",
         required={"normalize_before": (True,), "normalize_embedding": (True,)},
         languages="([a-z]{2}_[A-Z]{2})",
         first_tokens=_FAIRSEQ_TOKENS,
@@ -206,12 +272,15 @@ FAMILIES = {
         "PegasusForConditionalGeneration",
         _library(_EMBEDDINGS, _NORMS, _BIAS, sines_first=True),
         _FIELDS,
-        _FAIRSEQ | _PRE_NORM | {"softmax_bias": True},
+        _FAIRSEQ | _PRE_NORM | {"softmax_bias": True, "train_decoder_start": False},
+        _FAIRSEQ_DEFAULTS
+        | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "decoder_start_token_id": 0},
+        "PegasusTokenizer",
         first_tokens=_PEGASUS_TOKENS,
         num_skipped=2,
     ),
-    "t5": _t5("T5ForConditionalGeneration"),
-    "mt5": _t5("MT5ForConditionalGeneration"),
-    "umt5": _t5("UMT5ForConditionalGeneration", relative_bias="layer"),
+    "t5": _t5("T5ForConditionalGeneration", _T5_DEFAULTS),
+    "mt5": _t5("MT5ForConditionalGeneration", _MT5_DEFAULTS),
+    "umt5": _t5("UMT5ForConditionalGeneration", _MT5_DEFAULTS, relative_bias="layer"),
 }
 """Families by ``model_type`` in config.json."""

@@ -55,7 +55,7 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArra
     if index.exists() and not whole.exists():
         table = read_json(index, {"weight_map": dict})["weight_map"]
         names = sorted({str(name) for name in table.values()})
-    found: dict[str, LazyArray] = {}
+    tensors: dict[str, LazyArray] = {}
     for name in names:
         file = folder / name
         if Path(name).name != name:
@@ -64,10 +64,17 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArra
             with safe_open(file, framework="numpy"), file.open("rb") as stream:  # checks the file
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
             header.pop("__metadata__", None)
-            found |= {each: _lazy(file, place) for each, place in header.items()}
         except Exception as error:  # many exception types, not all public
             raise not_read(file, error) from None
-    return found
+        for tensor, place in header.items():
+            if place["dtype"] not in _DTYPES:
+                raise UserError(
+                    f"{str(file)!r} has values of type {place['dtype']} in {tensor}; expected "
+                    f"{', '.join(_DTYPES)}. The model is quantized: use the model that it was "
+                    "quantized from."
+                )
+            tensors[tensor] = _lazy(file, place)
+    return tensors
 
 
 def _read_pickle(file: Path) -> dict[str, LazyArray]:
@@ -78,7 +85,7 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
             warnings.simplefilter("ignore")  # of PyTorch, for unusual pickles
             read = torch.load(file, map_location="cpu", weights_only=True)
         return {
-            name: LazyArray(tuple(x.shape), lambda x=x: x.float().numpy())  # type: ignore[misc]
+            name: LazyArray(tuple(x.shape), lambda x=x: x.detach().float().numpy())  # type: ignore[misc]
             for name, x in read.items()
         }
     except ModuleNotFoundError:
@@ -96,8 +103,6 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
 def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:
     """Return a tensor, given its place in the file. Memory-mapped pages would count as memory."""
     start, end = place["data_offsets"]
-    if place["dtype"] not in _DTYPES:  # quantized
-        raise UserError(f"its data type {place['dtype']} is not one of {', '.join(_DTYPES)}")
     dtype = np.dtype(_DTYPES[place["dtype"]])
 
     def read() -> np.ndarray:
@@ -109,9 +114,9 @@ def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:
     return LazyArray(tuple(place["shape"]), read)
 
 
-def check_links(folder: Path) -> None:
-    """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache, and
-    for a broken link.
+def check_files(folder: Path) -> None:
+    """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache, for
+    a broken link, and for anything but files and folders, such as a pipe.
     """
     inside = folder.resolve()
     for file in inside.glob("*"):
@@ -121,6 +126,10 @@ def check_links(folder: Path) -> None:
             raise _outside(file) from None
         if not any(map(target.is_relative_to, (inside, inside.parent.parent / "blobs"))):
             raise _outside(file)
+        is_needed = file.suffix in (".json", ".safetensors", ".bin", ".model", ".spm", ".txt")
+        if not (target.is_file() or target.is_dir()) or (is_needed and target.is_dir()):
+            kind = "a folder" if target.is_dir() else "a pipe or a device"
+            raise UserError(f"{str(file)!r} is {kind}; expected a file. Remove it.")
 
 
 def _outside(file: Path) -> UserError:

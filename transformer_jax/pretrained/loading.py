@@ -5,6 +5,7 @@ A pretrained model, ``hf://NAME`` or ``hf://NAME@REVISION``, is downloaded and i
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,7 @@ def pretrained_workdir(name: str | Path) -> Path:
     source = find_pretrained(str(name))
     if (source / MANIFEST).exists():
         return source
-    newest = max((file.stat().st_mtime_ns for file in source.glob("*")), default=0)
-    folder = cached_folder(f"{source.resolve()}-{newest}", "read")
+    folder = cached_folder(f"{source.resolve()}-{_fingerprint(source)}", "read")
     with locked(folder.with_suffix(".lock")):
         try:
             config_of(folder)
@@ -72,6 +72,13 @@ def pretrained_workdir(name: str | Path) -> Path:
             delete_checkpoint(folder)
             import_into(source, folder)
     return folder
+
+
+def _fingerprint(source: Path) -> str:
+    """Return the SHA-256 (hex) of the names, sizes and times of all files in a folder."""
+    stats = [(file.name, file.stat()) for file in sorted(source.glob("*")) if file.exists()]
+    fields = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
+    return hashlib.sha256(repr(fields).encode()).hexdigest()
 
 
 def import_huggingface(
@@ -83,8 +90,7 @@ def import_huggingface(
 ) -> tuple[Config, Transformer, Tokenizer]:
     """Load a pretrained model of a family in ``families.py``.
 
-    ``save_model`` writes the result as a model folder. Token ids are renumbered, because this
-    package has fixed ids for PAD, BOS, EOS and UNK. The model computes the same function. If
+    ``save_model`` writes the result as a model folder. Token ids are those of transformers. If
     ``lazy``, parameters are read when they are saved, one at a time. With ``allow_pickle``, models
     are also read from pytorch_model.bin, by PyTorch, whole. ``languages`` are the codes of source
     and target by default, for a model of many languages.

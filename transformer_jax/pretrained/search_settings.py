@@ -7,16 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import Config, DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _NAMES = {
-    # ours: transformers, its default, CTranslate2
+    # name here: name in transformers, its default, name in CTranslate2
     "beam_size": ("num_beams", 1, "beam_size"),
     "length_penalty": ("length_penalty", 1.0, "length_penalty"),
     "min_length": ("min_new_tokens", 0, "min_decoding_length"),
     "no_repeat_ngram": ("no_repeat_ngram_size", 0, "no_repeat_ngram_size"),
+}
+# Settings that change nothing without ``do_sample``.
+_OF_SAMPLING = {
+    "temperature",
+    "top_k",
+    "top_p",
+    "top_h",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
 }
 # Other settings in generation_config.json that are handled elsewhere or irrelevant here.
 _OTHERS = {
@@ -25,7 +36,9 @@ _OTHERS = {
     "max_new_tokens",
     "min_length",
     "renormalize_logits",
+    "remove_invalid_values",
     "use_cache",
+    "cache_implementation",
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -33,11 +46,30 @@ _OTHERS = {
     "early_stopping",
     "forced_bos_token_id",
     "forced_eos_token_id",
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "output_scores",
+    "return_dict_in_generate",
+    "disable_compile",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "target_lookbehind",
     "transformers_version",
     "_from_model_config",
 }
-_KNOWN = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
-_SINGLE_IDS = re.compile(r"\[(\[\d+\](, )?)*\]")  # [[7], [9]]
+_KNOWN = {foreign for foreign, _, _ in _NAMES.values()} | _OTHERS
+# Values, besides None, False and 0, with which other settings are off.
+_OFF_AT_1 = {
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "num_beam_groups",
+    "num_return_sequences",
+    "guidance_scale",
+}
 IN_CONFIG = re.compile("beam|penalty|ngram|bad_words|min_|do_sample|early_stop|forced_bos|suppress")
 """Search settings in config.json, where older versions of transformers write them."""
 
@@ -51,7 +83,7 @@ def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the contents of ``generation_config.json``."""
     decoding = config.decoding
     return {
-        **{theirs: getattr(decoding, ours) for ours, (theirs, _, _) in _NAMES.items()},
+        **{foreign: getattr(decoding, name) for name, (foreign, _, _) in _NAMES.items()},
         "max_length": length_limits(config)[1] + 1,  # includes BOS
         "bad_words_ids": [[token] for token in _forbidden(decoding, tokenizer)],
         "pad_token_id": config.model.pad_id,
@@ -69,7 +101,7 @@ def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     longest_source, longest_target = length_limits(config)
     forbidden = tokenizer.target.tokens(_forbidden(decoding, tokenizer))
     return {
-        **{theirs: getattr(decoding, ours) for ours, (_, _, theirs) in _NAMES.items()},
+        **{foreign: getattr(decoding, name) for name, (_, _, foreign) in _NAMES.items()},
         "patience": decoding.patience or _PATIENCE,
         "max_input_length": longest_source,
         "max_decoding_length": longest_target,
@@ -78,39 +110,64 @@ def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def from_transformers(
-    settings: Mapping[str, Any], tokens: Mapping[int, str], file: Path
+    settings: Mapping[str, Any], tokens: Mapping[int, str], file: Path, eos_id: int
 ) -> DecodingConfig:
     """Convert search settings from transformers to a ``DecodingConfig``.
 
     Args:
       settings: values by name, read from ``file``; None means the default.
-      tokens: tokens that may be suppressed, by their ids in transformers.
+      tokens: tokens that may be suppressed, by id.
       file: used in error messages.
+      eos_id: token id of EOS, which transformers never suppresses.
 
     Raises:
       UserError: a setting or value is unsupported.
     """
-    forbidden = settings.get("bad_words_ids") or []
+    ignored = _KNOWN if settings.get("do_sample") else _KNOWN | _OF_SAMPLING
     for name, value in settings.items():
-        is_off = not value or (value == 1 and value is not True)
-        several = name == "bad_words_ids" and not _SINGLE_IDS.fullmatch(repr(forbidden))
-        if several or not (is_off or name in _KNOWN):
-            raise UserError(
-                f"{name} in {str(file)!r} is {value!r}, which is not supported. "
-                "Remove it from the file."
-            )
+        is_off = not value or (name in _OFF_AT_1 and value == 1)
+        if not is_off and name not in ignored:
+            raise _unsupported(name, value, file)
+    for name in ("forced_bos_token_id", "eos_token_id", "decoder_start_token_id"):
+        value = settings.get(name)
+        is_single = isinstance(value, list) and len(value) == 1 and name == "eos_token_id"
+        if value is not None and type(value) is not int and not is_single:
+            raise _unsupported(name, value, file)
+    suppressed = []
+    sequences = settings.get("bad_words_ids") or []
+    if not isinstance(sequences, list):
+        raise _unsupported("bad_words_ids", sequences, file)
+    for sequence in sequences:
+        if not isinstance(sequence, list) or len(sequence) != 1 or type(sequence[0]) is not int:
+            raise _unsupported("bad_words_ids", sequences, file)
+        if sequence[0] != eos_id and sequence[0] in tokens:
+            suppressed.append(tokens[sequence[0]])
     fields: dict[str, Any] = {
-        ours: default if settings.get(theirs) is None else settings[theirs]
-        for ours, (theirs, default, _) in _NAMES.items()
+        name: default if settings.get(foreign) is None else settings[foreign]
+        for name, (foreign, default, _) in _NAMES.items()
     }
-    if settings.get("min_length"):  # which counts the first decoder input
-        fields["min_length"] = max(fields["min_length"], settings["min_length"] - 1)
-    fields["patience"] = 1.0 if settings.get("early_stopping") is True else None
-    suppress = dict.fromkeys(tokens[i] for [i] in forbidden if i in tokens)
     try:
-        return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(suppress))
-    except UserError as error:
+        if settings.get("min_length"):  # which counts the first decoder input
+            fields["min_length"] = max(fields["min_length"], settings["min_length"] - 1)
+        longest = DecodingConfig().max_extra_length
+        if type(fields["min_length"]) is int:
+            longest = max(longest, fields["min_length"])
+        return DecodingConfig(
+            **fields,
+            max_extra_length=longest,
+            length_offset=0.0,
+            patience=1.0 if settings.get("early_stopping") is True else None,
+            suppress=tuple(dict.fromkeys(suppressed)),
+        )
+    except (UserError, TypeError) as error:
         raise UserError(f"{str(file)!r} is not supported: {error}") from None
+
+
+def _unsupported(name: str, value: Any, file: Path) -> UserError:
+    return UserError(
+        f"{name} in {str(file)!r} is {short_repr(value)}, which is not supported. "
+        "Remove it from the file."
+    )
 
 
 def length_limits(config: Config) -> tuple[int, int]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
+from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.pretrained.files import LazyArray
 from transformer_jax.settings.config import ModelConfig
 
@@ -87,6 +88,7 @@ def from_library(
         x = x / scale if (scale := _scale(name, config)) else x
         return np.ascontiguousarray(x.reshape(shapes[name]))
 
+    _check_layers(tensors, config, library, where)
     shapes = parameter_shapes(config)
     found, expected = dict[str, LazyArray](), dict[str, tuple[int, ...]]()
     for theirs, ours in _names(shapes, library).items():
@@ -112,15 +114,32 @@ def from_library(
     return found
 
 
+def _check_layers(
+    tensors: Mapping[str, Any], config: ModelConfig, library: Library, where: str
+) -> None:
+    """Check that the last layers exist, before a model of hundreds of layers is built."""
+    for side, count in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
+        prefix = library.layer.format(side=side, number=count - 1)
+        if not any(name.startswith(prefix) for name in tensors):
+            raise UserError(
+                f"{where} have no tensor for {prefix.rstrip('.')}; expected {count} layers in the "
+                f"{side}. Use weights and settings of the same model."
+            )
+
+
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's parameters by name."""
-    return {name: x.shape for name, x in _by_name(_abstract_model(config)[1])}
+    return {name: x.shape for name, x in _by_name(abstract_model(config).parameters)}
 
 
 def with_parameters(config: ModelConfig, parameters: Mapping[str, Any]) -> Transformer:
     """Build a model with these parameters, by name."""
-    graph, tree = _abstract_model(config)
-    return nnx.merge(graph, jax.tree.map_with_path(lambda path, _: parameters[_name(path)], tree))
+    graph, tree = abstract_model(config)
+
+    def value_of(path: Any, _: Any) -> Any:
+        return parameters[parameter_name(path)]
+
+    return nnx.merge(graph, jax.tree.map_with_path(value_of, tree))
 
 
 def plain_weights(model: Transformer) -> Weights:
@@ -178,19 +197,7 @@ def _plain_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _by_name(parameters: Any) -> list[tuple[str, Any]]:
-    return [(_name(path), x) for path, x in jax.tree.leaves_with_path(parameters)]
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-@cache
-def _abstract_model(config: ModelConfig) -> tuple[Any, Any]:
-    """Return a model's graph, and the shapes of its parameters."""
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    graph, parameters = nnx.split(model, nnx.Param)
-    return graph, nnx.to_pure_dict(parameters)
+    return [(parameter_name(path), x) for path, x in jax.tree.leaves_with_path(parameters)]
 
 
 def _scale(name: str, config: ModelConfig) -> np.float32 | None:

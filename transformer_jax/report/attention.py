@@ -79,21 +79,27 @@ def sentence_attention(
             f"The translator has {len(model.models)} models; expected one, because each model of "
             "an ensemble has its own attention weights."
         )
-    [source] = tokenizer.source.encode([text])
+    affixes = tokenizer.affixes()
+    [text_ids] = tokenizer.source.encode([text])
+    source = affixes.source(text_ids)
+    if model.config.eos_id not in source:
+        source.append(model.config.eos_id)
     source_1S = _padded("text", source, model.config)
     if target is None:
         [[translation]] = translator.stream([text])
         target_ids = tokenizer.target.ids(translation.tokens)
     else:
         check_text(target, "The text")
-        [target_ids] = tokenizer.target.encode([target])
+        [text_ids] = tokenizer.target.encode([target])
+        target_ids = affixes.target(text_ids)
+    target_ids = [*target_ids, model.config.eos_id]
     weights = _attention_weights(model, source_1S, _padded("target", target_ids, model.config))
     encoder_NHSS, decoder_NHTT, cross_NHTS = (np.concatenate(layers) for layers in weights)
-    S = len(source) + 1
-    T = len(target_ids) + 1
+    S = len(source)
+    T = len(target_ids)
     return SentenceAttention(
-        (*tokenizer.source.tokens(source), "</s>"),
-        (*tokenizer.target.tokens(target_ids), "</s>"),
+        tuple(tokenizer.source.tokens(source)),
+        tuple(tokenizer.target.tokens(target_ids)),
         encoder_NHSS[..., :S, :S],
         decoder_NHTT[..., :T, :T],
         cross_NHTS[..., :T, :S],
@@ -101,13 +107,13 @@ def sentence_attention(
 
 
 def _padded(name: str, tokens: Sequence[int], config: ModelConfig) -> jax.Array:
-    """Append EOS and pad to a multiple of 64, to limit compilations. Returns int [1, L]."""
+    """Pad to a multiple of 64, to limit compilations. Returns int [1, L]."""
     longest = min(_LONGEST, config.position_limit)
-    length = len(tokens) + 1
+    length = len(tokens)
     if length > longest:
         raise UserError(f"{name} has {length} tokens, EOS included; expected at most {longest}.")
     padding = [config.pad_id] * (min(-(-length // 64) * 64, longest) - length)
-    return jnp.array([[*tokens, config.eos_id, *padding]])
+    return jnp.array([[*tokens, *padding]])
 
 
 def attention_maps(

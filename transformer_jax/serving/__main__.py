@@ -103,7 +103,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
             model.workers = ctranslate2_workers(model.translator, Path(workdir) / "ctranslate2")
         if (tokenizer := model.translator.tokenizer).languages.tokens:
             for languages in pairs:
-                tokenizer.first_ids(*languages, "--languages: ")  # raises an error for unknown ones
+                tokenizer.affixes(*languages, "--languages: ")  # raises an error for unknown ones
         models |= dict.fromkeys(pairs, model)
         pair = pairs[0] if len(pairs) == 1 else f"{len(pairs)} language pairs"
         log.info("%s from %s", pair, workdir)

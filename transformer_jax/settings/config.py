@@ -123,8 +123,9 @@ class ModelConfig(Section, prefix="model."):
     """Token id of EOS, which ends each source and each target."""
     decoder_start_id: Fixed[Count] = 1
     """Token id of the decoder's first input: BOS, or EOS in fairseq's models, or PAD in T5."""
-    language_last: Fixed[bool] = False
-    """The first source token, a language, has the position after EOS (mBART's first version)."""
+    train_decoder_start: Fixed[bool] = True
+    """Train the embedding of the decoder's first input by its lookup. False in Marian and Pegasus,
+    where transformers trains it only as a part of the softmax."""
     dtype: Changeable[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Dtype of matmuls and, on GPU and TPU, of activations between layers (mixed precision). auto:
     bfloat16 on GPU, TPU and CPUs with avx512_bf16, float32 on other CPUs. Parameters, softmax,
@@ -170,11 +171,6 @@ class ModelConfig(Section, prefix="model."):
         layer, layers = self.alignment_layer or 0, self.decoder_layers
         yield "alignment_layer", -layers <= layer < layers, f"-{layers} to {layers - 1}, or None"
         yield "relative_buckets", not relative or half >= 2, "at least 4"
-        yield (
-            "language_last",
-            not (relative and self.language_last),
-            "False with relative positions",
-        )
         yield (
             "relative_distance",
             not relative or self.relative_distance > half,
@@ -253,17 +249,17 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     training.start_from) are added to it."""
     max_training_sentences: Fixed[Positive] = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
-    sampling: FixedOnResume[Fraction] = 0.0
+    bpe_dropout: FixedOnResume[Fraction] = 0.0
     """BPE-dropout (Provilkov et al., 2020): probability of dropping a merge (usually 0.1); 0: off.
     Requires the bpe algorithm."""
-    sampled_epochs: FixedOnResume[Few] = 8
-    """With sampling: number of copies of each training pair in the corpus, each in a newly drawn
+    bpe_dropout_samples: FixedOnResume[Few] = 8
+    """With bpe_dropout: number of copies of each training pair in the corpus, each in a newly drawn
     segmentation. An epoch contains all of them."""
     model: Fixed[str] = ""
     """Existing SentencePiece model to use instead of training one (if not joint: the source model).
-    Its tokens 0 to 3 must be PAD, BOS, EOS and UNK. Its size, algorithm and normalization are
-    fixed; of the other tokenizer settings, only user_defined_symbols, sampling and sampled_epochs
-    apply."""
+    Token ids are the model's; PAD is appended if it has none. Its size, algorithm and normalization
+    are fixed; of the other tokenizer settings, only user_defined_symbols, bpe_dropout and
+    bpe_dropout_samples apply."""
     target_model: Fixed[str] = ""
     """If not joint: existing SentencePiece model for the target language; requires tokenizer.model
     for the source language."""

@@ -22,6 +22,10 @@ _WITH_ARGUMENT = re.compile(r"([^/:.]+|.+?\.py):(.*)", re.DOTALL)
 """A recipe name or a Python file, a colon, and an argument, which can contain colons."""
 
 
+_OLD_IDS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
+_OLD_TOKENIZER = {"sampling": "bpe_dropout", "sampled_epochs": "bpe_dropout_samples"}
+
+
 def load_config_file(path: str | Path) -> Config:
     """Load a config from a recipe, a file, a work directory or a checkpoint.
 
@@ -116,9 +120,26 @@ def from_dict(values: Any) -> Config:
     Raises ``UserError`` on unknown fields or invalid values.
     """
     try:
-        return _build(Config, values)
+        return _build(Config, _with_new_names(values))
     except (UserError, AttributeError) as error:  # AttributeError if it is not an object
         raise UserError(f"The config is not valid: {error}") from None
+
+
+def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Rename the fields that earlier versions of this package wrote."""
+    values = {name: dict(x) if isinstance(x, dict) else x for name, x in values.items()}
+    model = values.get("model")
+    if isinstance(model, dict):
+        if str(model.get("decoder_start")) in _OLD_IDS:
+            model.setdefault("decoder_start_id", _OLD_IDS[model.pop("decoder_start")])
+        if model.get("language_last") is False:
+            del model["language_last"]
+    tokenizer = values.get("tokenizer")
+    if isinstance(tokenizer, dict):
+        for old, new in _OLD_TOKENIZER.items():
+            if old in tokenizer:
+                tokenizer.setdefault(new, tokenizer.pop(old))
+    return values
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

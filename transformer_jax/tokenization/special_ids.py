@@ -1,6 +1,9 @@
-"""Ids of the four special tokens, which come first in every vocabulary."""
+"""Ids of the special tokens in vocabularies that are trained here, and defaults of ``ModelConfig``.
 
-PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+Other vocabularies have their own ids (``SubwordModel.pad_id``, ``ModelConfig.pad_id``).
+"""
 
-SPECIAL_IDS = {"pad": PAD_ID, "bos": BOS_ID, "eos": EOS_ID, "unk": UNK_ID}
-"""Ids by the names in ``ModelConfig.decoder_start``."""
+PAD_ID = 0
+BOS_ID = 1
+EOS_ID = 2
+UNK_ID = 3

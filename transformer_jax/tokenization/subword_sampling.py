@@ -57,8 +57,8 @@ class SubwordSampler:
         trainer, pieces = model.trainer_spec, model.pieces
         if trainer.model_type != trainer.BPE or any(p.type == p.UNUSED for p in pieces):
             raise UserError(
-                "tokenizer.sampling needs a BPE model without unused tokens; set "
-                "tokenizer.sampling to 0 or tokenizer.algorithm to bpe."
+                "tokenizer.bpe_dropout needs a BPE model without unused tokens; set "
+                "tokenizer.bpe_dropout to 0 or tokenizer.algorithm to bpe."
             )
         self._processor = processor
         self.dropout = dropout

@@ -3,91 +3,75 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import sentencepiece
+from typing import Any
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.storage.files import local_path, write_atomically
-from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.tokenization.subword_model import SubwordModel, with_symbols
+from transformer_jax.tokenization.languages import Affixes, Languages
+from transformer_jax.tokenization.learning import evenly_spread, learn
+from transformer_jax.tokenization.segmenters import (
+    JsonSegmenter,
+    make_segmenter,
+    read_segmenter,
+    with_padding,
+    with_symbols,
+)
+from transformer_jax.tokenization.subword_model import SubwordModel
+from transformer_jax.tokenization.vocabulary import Vocabulary, vars_of
 
-T = TypeVar("T")
-
-_MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
-_JSON, _VOCABULARY = "tokenizer.tokens.json", "tokenizer.vocab.json"
-_TARGET_VOCABULARY = "tokenizer.target.vocab.json"
-_LANGUAGES, _PRETRAINED = "tokenizer.languages.json", "tokenizer.pretrained.zip"
-TOKENIZER_FILES = {
-    _MODEL,
-    _SOURCE,
-    _TARGET,
-    _JSON,
-    _VOCABULARY,
-    _TARGET_VOCABULARY,
-    _LANGUAGES,
-    _PRETRAINED,
-}
-
-
-class Languages(NamedTuple):
-    """Languages of a many-to-many model."""
-
-    tokens: Mapping[str, str] = {}
-    """Token of each language code."""
-    source: str = ""
-    """Token before every source line by default; '': none."""
-    target: str = ""
-    """Token before every target line by default; '': none."""
-
-    @property
-    def tagged(self) -> bool:
-        """True if source lines begin with the language of the target, as in MADLAD-400 (<2de>)."""
-        return any(token.startswith("<2") for token in self.tokens.values())
+# Files of a saved tokenizer. The manifest has vocabularies and languages, and names the others. A
+# tokenizer that was trained here needs none: its SentencePiece models have everything.
+_MANIFEST = "tokenizer.manifest.json"
+_MODEL = "tokenizer.model"
+_SOURCE = "tokenizer.source.model"
+_TARGET = "tokenizer.target.model"
+_JSON = "tokenizer.tokens.json"
+_PRETRAINED = "tokenizer.pretrained.zip"
+_OF_EARLIER_VERSIONS = ("tokenizer.vocab.json", "tokenizer.languages.json")
+TOKENIZER_FILES = {_MANIFEST, _MODEL, _SOURCE, _TARGET, _JSON, _PRETRAINED}
 
 
 @dataclass(eq=False)
 class Tokenizer:
-    """SentencePiece models for ``source`` and ``target``: one for both languages or one for each.
+    """The tokenizers of ``source`` and ``target``, and the languages of a many-to-many model.
 
-    The fields after the models are for pretrained models (``SubwordModel``). ``target`` is the same
-    object as ``source`` if both languages share a model and their first token.
+    ``target`` is the same object as ``source`` if both languages share everything.
     """
 
-    source_model: bytes
-    """Contents of the model file."""
-    target_model: bytes | None = None
-    """None: both languages share ``source_model``."""
+    source: SubwordModel
+    """Segmenter and vocabulary of the source."""
+    target: SubwordModel
+    """Segmenter and vocabulary of the target."""
     _: KW_ONLY
-    vocabulary: Sequence[str] = ()
-    """The tokens of both languages, ordered by id, if ids differ from the piece ids."""
-    target_vocabulary: Sequence[str] = ()
-    """The tokens of the target, if ``vocabulary`` has those of the source only."""
-    languages: Languages = Languages()
-    """Tokens before a line."""
+    languages: Languages = field(default_factory=Languages)
+    """Tokens around a source and before a target."""
     pretrained: bytes = b""
-    """The original files, which an export needs, as a zip archive."""
+    """The original files of an imported model, which an export needs, as a zip archive."""
 
     def __post_init__(self) -> None:
-        its, tagged = self.languages, self.languages.tagged
-        source = self.source_model, self.vocabulary, its.source, its.tokens
-        target = (
-            self.target_model or self.source_model,
-            self.target_vocabulary or self.vocabulary,
-            its.target,
-            {} if tagged else its.tokens,
-        )
-        self.source = self.target = SubwordModel(*source, tagged=tagged)
-        if self.target_model or self.target_vocabulary or source != target:
-            self.target = SubwordModel(*target)
+        for name in ("pad_id", "eos_id"):
+            ids = getattr(self.source, name), getattr(self.target, name)
+            if ids[0] != ids[1]:
+                raise UserError(
+                    f"{name} is {ids[0]} in the source vocabulary and {ids[1]} in the target "
+                    "vocabulary; expected the same id, because a model has one. Train both models "
+                    "with the same ids (spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3)."
+                )
+
+    @classmethod
+    def from_models(cls, source: bytes, target: bytes | None = None) -> Tokenizer:
+        """Make a tokenizer from the contents of SentencePiece models (None: one for both), with
+        their own ids.
+        """
+        side = SubwordModel(source)
+        return cls(side, side if target is None else SubwordModel(target))
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
@@ -95,17 +79,19 @@ class Tokenizer:
 
         Reads ``pairs`` once and keeps at most ``config.max_training_sentences`` lines in memory
         (per language, if vocabularies are separate). Raises ``UserError`` if the text is empty or
-        too small for ``config.vocab_size`` tokens, or if PAD, BOS, EOS and UNK do not have the ids
-        0 to 3 in an existing model.
+        too small for ``config.vocab_size`` tokens.
         """
         if config.model:
             files = [local_path(file) for file in (config.model, config.target_model) if file]
-            return cls(*map(_read_given_model, files)).with_symbols(config.user_defined_symbols)
-        most = config.max_training_sentences
-        sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
+            models = [with_padding(read_segmenter(file).content) for file in files]
+            return cls.from_models(*models).with_symbols(config.user_defined_symbols)
+        limit = config.max_training_sentences
+        sample = evenly_spread(pairs, max(1, limit // 2) if config.joint else limit)
         if config.joint:
-            return cls(_learn(chain.from_iterable(sample), config))
-        return cls(*(_learn((pair[side] for pair in sample), config) for side in (0, 1)))
+            return cls.from_models(learn(chain.from_iterable(sample), config))
+        sources = learn((source for source, _ in sample), config)
+        targets = learn((target for _, target in sample), config)
+        return cls.from_models(sources, targets)
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
@@ -114,22 +100,35 @@ class Tokenizer:
         Raises ``UserError`` if a file is corrupt.
         """
         directory = Path(directory)
-        names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
-        if (directory / _JSON).exists():
-            names = (_JSON,)
-        original = directory / _PRETRAINED
-        return cls(
-            *(_read_model(directory / name) for name in names),
-            vocabulary=_read_strings(directory / _VOCABULARY, _vocabulary),
-            target_vocabulary=_read_strings(directory / _TARGET_VOCABULARY, _vocabulary),
-            languages=_read_strings(directory / _LANGUAGES, _languages),
-            pretrained=original.read_bytes() if original.exists() else b"",
-        )
+        manifest = _read_manifest(directory)
+        if not manifest:
+            names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
+            return cls.from_models(*(read_segmenter(directory / name).content for name in names))
+        try:
+            sides = []
+            for fields in (manifest["source"], manifest.get("target")):
+                if fields is not None:
+                    segmenter = read_segmenter(directory / Path(fields["model"]).name)
+                    sides.append(SubwordModel(segmenter, _vocabulary(fields["vocabulary"])))
+            original = manifest.get("pretrained")
+            return cls(
+                sides[0],
+                sides[-1],
+                languages=Languages(**manifest["languages"]).checked(),
+                pretrained=(directory / Path(original).name).read_bytes() if original else b"",
+            )
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise _corrupt(directory / _MANIFEST, error) from None
 
     @staticmethod
     def load_languages(directory: str | Path) -> Sequence[str]:
         """Return the language codes of a saved tokenizer, without loading the rest."""
-        return list(_read_strings(Path(directory) / _LANGUAGES, _languages).tokens)
+        directory = Path(directory)
+        try:
+            languages = _read_manifest(directory).get("languages") or {}
+            return list(Languages(**languages).checked().tokens)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise _corrupt(directory / _MANIFEST, error) from None
 
     def with_languages(self, source: str = "", target: str = "") -> Tokenizer:
         """Return a copy whose lines are in these languages by default ("": no change).
@@ -138,27 +137,36 @@ class Tokenizer:
         """
         if not (source or target):
             return self
-        its = self.languages
-        new_source = self.source.first_token(source, "source_language") if source else its.source
-        if its.tagged:
-            tag = self.source.first_token(target) if target else its.source
-            return replace(self, languages=its._replace(source=tag))
-        new_target = self.target.first_token(target) if target else its.target
-        return replace(self, languages=its._replace(source=new_source, target=new_target))
+        return replace(self, languages=self.languages.with_defaults(source, target))
 
-    def first_ids(
+    def affixes(
         self, source_language: str = "", target_language: str = "", name: str = ""
-    ) -> tuple[list[int], list[int]]:
-        """Return the ids before the source and before the target of a line in these languages.
+    ) -> Affixes:
+        """Return the ids around the source and before the target of a line in these languages.
 
         ``name`` of the line is for messages. Raises ``UserError`` for an unknown language, and for
         "" if the model has languages but no default.
         """
-        tagged = self.source.tagged
-        source = self.source.first_ids(source_language, f"{name}source_language")
-        side = self.source if tagged else self.target
-        target = side.first_ids(target_language, f"{name}target_language")
-        return (target, []) if tagged else (source, target)
+        languages = self.languages
+        source = languages.token(source_language, f"{name}source_language")
+        target = languages.token(target_language, f"{name}target_language")
+        if languages.layout == "tag":
+            return Affixes(self.source.encode([target])[0] if target else [], [], [])
+        of_source = self.source.ids([source] if source else [])
+        of_target = self.target.ids([target] if target else [])
+        if languages.layout == "both":
+            return Affixes(of_source, [], of_target)
+        after = [self.source.eos_id, *of_source]
+        return Affixes([], after, of_target if languages.layout == "after" else [])
+
+    @property
+    def num_free(self) -> int:
+        """Number of tokens at the beginning of a target that the search is forced to take, and that
+        have no score.
+        """
+        languages = self.languages
+        has_token = bool(languages.target or languages.tokens)
+        return int(has_token and languages.forced and languages.layout in ("both", "after"))
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """Return a copy with missing ``symbols`` appended. Existing ids do not change.
@@ -170,160 +178,125 @@ class Tokenizer:
         """
         if not symbols:
             return self
-        if self.source.is_json:
+        if isinstance(self.source.segmenter, JsonSegmenter):
             raise UserError(
                 f"tokenizer.user_defined_symbols contains {symbols[0]!r}; expected none, because "
                 "this model has a tokenizer.json file."
             )
-        models = (with_symbols(model, symbols) for model in self._models)
-        changed: dict[str, Any] = dict(zip(("source_model", "target_model"), models))
-        for name in ("vocabulary", "target_vocabulary"):
-            tokens = getattr(self, name)
-            if tokens and (new := [symbol for symbol in symbols if symbol not in tokens]):
-                changed |= {name: (*tokens, *new), "pretrained": b""}
-        return replace(self, **changed)
+        source = _with_symbols(self.source, symbols)
+        target = source if self.target is self.source else _with_symbols(self.target, symbols)
+        sizes = self.source.vocab_size, self.target.vocab_size
+        has_new = (source.vocab_size, target.vocab_size) != sizes
+        is_imported = not self.source.has_own_vocabulary
+        original = b"" if has_new and is_imported else self.pretrained
+        return replace(self, source=source, target=target, pretrained=original)
 
-    @property
-    def _models(self) -> list[bytes]:
-        """Contents of the model files."""
-        return [model for model in (self.source_model, self.target_model) if model is not None]
-
-    @property
-    def _files(self) -> dict[str, bytes]:
-        """Names and contents of the files that ``save`` writes."""
-        models = self._models
-        names = (_MODEL,) if len(models) == 1 else (_SOURCE, _TARGET)
-        names = (_JSON,) if self.source.is_json else names
-        strings = {
-            _VOCABULARY: self.vocabulary,
-            _TARGET_VOCABULARY: self.target_vocabulary,
-            _LANGUAGES: self.languages._asdict() if any(self.languages) else None,
-        }
-        files = {
-            name: json.dumps(content, ensure_ascii=False, indent=0).encode()
-            for name, content in strings.items()
-            if content
-        }
+    def _contents(self) -> dict[str, bytes]:
+        """Return the names and contents of the files that ``save`` writes."""
+        sides = [self.source] if self.target is self.source else [self.source, self.target]
+        names = [_MODEL] if len(sides) == 1 else [_SOURCE, _TARGET]
+        if isinstance(self.source.segmenter, JsonSegmenter):
+            names = [_JSON] * len(sides)
+        contents = {}
+        if any(not side.has_own_vocabulary for side in sides) or self.languages != Languages():
+            fields = [
+                {
+                    "model": name,
+                    "vocabulary": None if side.has_own_vocabulary else vars_of(side.vocabulary),
+                }
+                for name, side in zip(names, sides)
+            ]
+            manifest: dict[str, Any] = {
+                "source": fields[0],
+                "target": fields[1] if len(sides) > 1 else None,
+                "languages": self.languages.as_dict(),
+                "pretrained": _PRETRAINED if self.pretrained else None,
+            }
+            contents[_MANIFEST] = json.dumps(manifest, ensure_ascii=False, indent=0).encode()
         if self.pretrained:
-            files[_PRETRAINED] = self.pretrained
-        return files | dict(zip(names, models))
+            contents[_PRETRAINED] = self.pretrained
+        return contents | {name: side.model for name, side in zip(names, sides)}
 
     def save(self, directory: str | Path) -> None:
         """Save the tokenizer to a folder. Each file is written atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name in TOKENIZER_FILES - self._files.keys():
+        contents = self._contents()
+        for name in TOKENIZER_FILES - contents.keys():
             (directory / name).unlink(missing_ok=True)
-        for name, content in self._files.items():
+        for name, content in contents.items():
             write_atomically(directory / name, content)
 
     def __reduce__(self) -> tuple[Callable[[], Tokenizer], tuple[()]]:
-        return partial(
-            Tokenizer, **{each.name: getattr(self, each.name) for each in fields(self)}
-        ), ()
+        contents = []
+        for side in (self.source, self.target):
+            contents.append((side.model, None if side.has_own_vocabulary else side.vocabulary))
+        shared = self.target is self.source
+        make = partial(_remake, contents, shared, self.languages.as_dict(), self.pretrained)
+        return make, ()
 
     @property
     def joint(self) -> bool:
         """True if both languages share one vocabulary."""
-        return self.target is self.source or bool(self.vocabulary) > bool(self.target_vocabulary)
+        return self.target is self.source or (
+            not self.source.has_own_vocabulary
+            and self.source.vocabulary.tokens == self.target.vocabulary.tokens
+        )
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the models and the vocabulary."""
-        digests = (hashlib.sha256(content).digest() for content in self._files.values())
+        """SHA-256 (hex) of the models, the vocabularies and the languages."""
+        digests = (hashlib.sha256(content).digest() for content in self._contents().values())
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def read_sentencepiece(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]:
-    """Read a SentencePiece model. Returns the file's contents and the model."""
-    content = path.read_bytes()
-    try:
-        if not content:
-            raise RuntimeError("the file is empty")
-        return content, sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise UserError(
-            f"{str(path)!r} is not a SentencePiece model or is corrupt ({error}); restore it, "
-            "download it again or retrain it."
-        ) from None
+def _remake(
+    contents: list[tuple[bytes, Vocabulary | None]],
+    shared: bool,
+    languages: dict[str, Any],
+    pretrained: bytes,
+) -> Tokenizer:
+    """Make a tokenizer in another process."""
+    sides = [SubwordModel(*each) for each in contents[: 1 if shared else 2]]
+    return Tokenizer(sides[0], sides[-1], languages=Languages(**languages), pretrained=pretrained)
 
 
-def _read_model(path: Path) -> bytes:
-    return path.read_bytes() if path.name == _JSON else read_sentencepiece(path)[0]
+def _with_symbols(side: SubwordModel, symbols: Sequence[str]) -> SubwordModel:
+    segmenter = make_segmenter(with_symbols(side.model, symbols))
+    if side.has_own_vocabulary:
+        return SubwordModel(segmenter)
+    return SubwordModel(segmenter, side.vocabulary.with_tokens(symbols))
 
 
-def _read_given_model(path: Path) -> bytes:
-    """Read a model in which PAD, BOS, EOS and UNK must have the ids 0 to 3."""
-    model, its = read_sentencepiece(path)
-    ids = its.pad_id(), its.bos_id(), its.eos_id(), its.unk_id()
-    if ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
-        raise UserError(
-            f"{str(path)!r} has the ids {ids} for PAD, BOS, EOS and UNK; expected 0 to 3. Train it "
-            "with spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
-        )
-    return model
-
-
-def _read_strings(file: Path, kind: Callable[..., T]) -> T:
-    """Read a JSON file of strings as ``kind``, which makes an empty one without an argument.
-
-    Raises ``UserError`` if the file is corrupt.
-    """
-    if not file.exists():
-        return kind()
-    try:
-        return kind(json.loads(file.read_bytes()))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(f"{str(file)!r} is corrupt ({error}); restore it from a backup.") from None
-
-
-def _vocabulary(tokens: Sequence[str] = ()) -> Sequence[str]:
+def _vocabulary(fields: dict[str, Any] | None) -> Vocabulary | None:
+    if fields is None:
+        return None
+    tokens = tuple(fields["tokens"])
     "".join(tokens)  # raises TypeError unless they are strings
-    return tuple(tokens)
+    ids = {name: tuple(map(int, fields[name])) for name in ("special", "languages")}
+    return Vocabulary(**{**fields, "tokens": tokens, **ids})
 
 
-def _languages(tokens: Mapping[str, Any] | None = None) -> Languages:
-    languages = Languages(**tokens or {})
-    _vocabulary([*languages.tokens.values(), languages.source, languages.target])
-    return languages
-
-
-def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
-    """Keep every k-th pair, for the smallest power of two k that leaves at most ``most`` pairs."""
-    kept: list[tuple[str, str]] = []
-    stride = 1
-    for index, pair in enumerate(pairs):
-        if index % stride == 0:
-            kept.append(pair)
-        if len(kept) > most:
-            kept, stride = kept[::2], 2 * stride
-    return kept
-
-
-def _learn(lines: Iterable[str], config: TokenizerConfig) -> bytes:
-    model = io.BytesIO()
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    """Read the manifest of a saved tokenizer; {} if it needs none."""
+    file = directory / _MANIFEST
+    if not file.exists():
+        for name in _OF_EARLIER_VERSIONS:
+            if (directory / name).exists():
+                raise UserError(
+                    f"{str(directory)!r} was imported by an earlier version of transformer_jax, "
+                    "which changed the token ids; import the model again (python -m "
+                    "transformer_jax.pretrained import) and fine-tune it again."
+                )
+        return {}
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type=config.algorithm,
-            vocab_size=config.vocab_size,
-            character_coverage=config.character_coverage,
-            byte_fallback=config.byte_fallback,
-            normalization_rule_name=config.normalization,
-            remove_extra_whitespaces=config.normalization != "identity",
-            user_defined_symbols=list(config.user_defined_symbols),
-            pad_id=PAD_ID,
-            bos_id=BOS_ID,
-            eos_id=EOS_ID,
-            unk_id=UNK_ID,
-            num_threads=16,  # fixed, because unigram models depend on it
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        raise UserError(
-            "SentencePiece, which skips empty lines and lines of more than 4,192 bytes, cannot "
-            f"learn {config.vocab_size} tokens (tokenizer.vocab_size) from the training text with "
-            f"tokenizer.character_coverage = {config.character_coverage}: {error}"
-        ) from None
-    return model.getvalue()
+        manifest = json.loads(file.read_bytes())
+        if not isinstance(manifest, dict):
+            raise TypeError("it is not an object")
+        return manifest
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _corrupt(file, error) from None
+
+
+def _corrupt(file: Path, error: Exception) -> UserError:
+    return UserError(f"{str(file)!r} is corrupt ({error}); restore it from a backup.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, groupby
 
 from transformer_jax.tokenization.subword_model import SubwordModel
@@ -17,12 +17,21 @@ def token_words(side: SubwordModel, tokens: Sequence[str], words: Sequence[str])
     encoded = [
         # SentencePiece decodes <unk> to ⁇, which it may encode as two question marks.
         ["<unk>"] if word == "⁇" else side.tokens(ids)
-        for word, ids in zip(words, side.encode(words, first=()))
+        for word, ids in zip(words, side.encode(words))
     ]
-    is_first = [token in side.first_tokens for token in tokens]
-    spelled = ["</s>" if first else token for first, token in zip(is_first, tokens)]
-    numbers = word_numbers(spelled, encoded)
-    return [-1 if first else number for first, number in zip(is_first, numbers)]
+    special = {
+        *side.tokens({*side.vocabulary.languages, *side.vocabulary.hidden_ids} - {side.eos_id})
+    }
+    numbers = word_numbers([_plain(side, token, special) for token in tokens], encoded)
+    return [-1 if token in special else number for token, number in zip(tokens, numbers)]
+
+
+def _plain(side: SubwordModel, token: str, special: Container[str]) -> str:
+    """Return a token in SentencePiece's spelling."""
+    if token in special or token == side.eos_token:
+        return "</s>"
+    is_unknown = side.unk_id is not None and token == side.vocabulary.name(side.unk_id)
+    return "<unk>" if is_unknown else token
 
 
 def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[int]:
@@ -57,11 +66,17 @@ def token_links(
     The tokens of a target word are spread evenly over the tokens of all linked source words. EOS
     links to EOS.
     """
-    sides = zip((tokenizer.source, tokenizer.target), encoded, texts)
-    source, target = (token_words(side, side.tokens(ids), x.split()) for side, ids, x in sides)
-    found = list[int]()
-    for j, same in groupby(target):
-        count = len(list(same))
-        linked = [at for at, i in enumerate(source, 1) if (i, j) in links] or [0]
-        found += (linked[n * len(linked) // count] for n in range(count))
-    return [*found, len(source) + 1]
+    sides = []
+    for side, ids, text in zip((tokenizer.source, tokenizer.target), encoded, texts):
+        sides.append(token_words(side, side.tokens(ids), text.split()))
+    source, target = sides
+    place_of_eos = len(source)
+    if tokenizer.source.eos_id in encoded[0]:  # a language follows it
+        place_of_eos = encoded[0].index(tokenizer.source.eos_id)
+        source[place_of_eos] = -1
+    positions = list[int]()
+    for target_word, word_tokens in groupby(target):
+        count = len(list(word_tokens))
+        linked = [at for at, word in enumerate(source, 1) if (word, target_word) in links] or [0]
+        positions += (linked[n * len(linked) // count] for n in range(count))
+    return [*positions, place_of_eos + 1]

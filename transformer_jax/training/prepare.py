@@ -169,6 +169,7 @@ def build_files(
         else:
             log.info("Preparing the tokenizer.")
             tokenizer = Tokenizer.train(texts["train"].pairs(), its)
+            _check_decoder_start(config.model.decoder_start_id, tokenizer)
         tokenizer = tokenizer.with_languages(its.source_language, its.target_language)
         tokenizer.save(run_dir.folder)
     tokenizer.target.suppressed_ids(config.decoding.suppress)  # fail early
@@ -179,8 +180,8 @@ def build_files(
             tokenizer,
             config.data,
             run_dir.folder / "corpus",
-            sampling=config.tokenizer.sampling if name == "train" else 0.0,
-            num_samples=config.tokenizer.sampled_epochs,
+            bpe_dropout=config.tokenizer.bpe_dropout if name == "train" else 0.0,
+            num_samples=config.tokenizer.bpe_dropout_samples,
             seed=config.seed,
             token=run_dir.token,
         ).fingerprint
@@ -353,6 +354,19 @@ def _initial_state(functions: StepFunctions, start: Start | None) -> TrainState:
         return functions.init()
     abstract: Parameters = functions.abstract_state.parameters
     return functions.init(to_global_arrays(jax.tree.map(_grown, start[0], abstract), abstract))
+
+
+def _check_decoder_start(start_id: int, tokenizer: Tokenizer) -> None:
+    """Raise ``UserError`` if the decoder's first input is a token of the text, which a tokenizer
+    from elsewhere (``tokenizer.model``) can have at this id.
+    """
+    target = tokenizer.target
+    special = {target.bos_id, target.eos_id, target.pad_id} - {None}
+    if start_id not in special:
+        raise UserError(
+            f"model.decoder_start_id is {start_id}; expected BOS, EOS or PAD of the tokenizer, one "
+            f"of {sorted(map(str, special))}."
+        )
 
 
 def _start_model(name: str, config: Config) -> Start:

@@ -226,8 +226,8 @@ def _tokenized(
     text: str, target: SubwordModel, where: str, forbidden: Collection[int]
 ) -> list[TargetTerm]:
     """Tokenize a target term as after a space. A Chinese or Japanese term also as without it."""
-    [before] = target.encode(["a"], first=())
-    [both] = target.encode([f"a {text}"], first=())
+    [before] = target.encode(["a"])
+    [both] = target.encode([f"a {text}"])
     ids = both[len(before) :]
     wrong = {*ids} & {*forbidden}
     if wrong:

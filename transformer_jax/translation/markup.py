@@ -389,7 +389,7 @@ class Document:
         self._tokenizer, self.pieces = tokenizer, list[str | Line]()
 
         def known(shown: str) -> bool:
-            [ids] = tokenizer.source.encode([shown], first=())
+            [ids] = tokenizer.source.encode([shown])
             return tokenizer.source.unk_id not in ids
 
         is_html = format == "html"

@@ -100,7 +100,7 @@ class Part:
         tokens = list[str]()
         for segment, hypothesis in zip(self.segments, hypotheses):
             joiner.add(segment.before, segment.text, target.decode(hypothesis.tokens))
-            tokens += [*target.tokens(hypothesis.tokens), "</s>"]
+            tokens += [*target.tokens(hypothesis.tokens), target.eos_token]
         return Translation(
             joiner.text + self.after,
             # the mean keeps the best translation first
@@ -126,7 +126,8 @@ class Line:
             joiner.add(part.before, part.source, translation.text)
         tokens = list[str]()
         for translation in translations:
-            tokens += [*translation.tokens, "</s>"] * bool(translation.length)
+            if translation.length:
+                tokens += [*translation.tokens, self.parts[0].tokenizer.target.eos_token]
         alignments = [t.alignment for t in translations if t.tokens]
         missing = chain.from_iterable(translation.unmet for translation in translations)
         return Translation(
@@ -274,7 +275,7 @@ class Planner:
         if divided is None and not is_document:
             blank = not request.text.strip()
             return Plan(request, [Line([] if blank else [parts.make(request.text)])])
-        _, untagged = self.tokenizer.source.split_tag(request.text, ())
+        _, untagged = self.tokenizer.source.split_tag(request.text)
         if untagged != request.text:
             parts.tag = request.text.removesuffix(untagged.lstrip())
         text = request.text.removeprefix(parts.tag)
@@ -308,8 +309,11 @@ class _Parts:
         self._request = request
         self._glossaries = glossaries
         self._num_hypotheses = num_hypotheses
-        self._first_source, self._first_target = request.first_ids(planner.tokenizer)
-        self._prefix = self._first_target + self._encoded_prefix()
+        self._affixes = request.affixes(planner.tokenizer)
+        self._forced = self._affixes.before_target[: planner.tokenizer.num_free]
+        self._prefix = self._forced
+        if prefix := self._encoded_prefix():
+            self._prefix = self._affixes.target(prefix)
         self._text = request.prefix
         self._long_parts = list[tuple[int, int]]()
 
@@ -339,7 +343,7 @@ class _Parts:
                     terms=self._term_table(terms if whole else self._terms(segment.text)),
                 )
             )
-            self._prefix = self._first_target  # the language begins every segment
+            self._prefix = self._forced  # the language begins every segment
         self._text = ""
         return Part(
             request, source, before, segments, sentences, after, terms, needs_alignment, tokenizer
@@ -360,7 +364,8 @@ class _Parts:
     def _segments(self, request: Request) -> tuple[Sequence[Segment], str]:
         """Return the segments of a part, and the text after them."""
         planner = self._planner
-        [tokens] = planner.tokenizer.source.encode([request.text], first=self._first_source)
+        [text_ids] = planner.tokenizer.source.encode([request.text])
+        tokens = self._affixes.source(text_ids)
         if not tokens:
             return [], ""
         if len(tokens) <= planner.longest_source:
@@ -369,7 +374,7 @@ class _Parts:
             request.text,
             planner.longest_source,
             planner.tokenizer,
-            self._first_source,
+            self._affixes,
             self.language,
         )
         self._long_parts.append((len(tokens), len(segments)))
@@ -382,7 +387,7 @@ class _Parts:
         check_text(request.prefix, f"{request.name}: prefix")
         if not request.prefix or not request.text.strip():
             return []
-        [prefix] = target.encode([request.prefix], first=())
+        [prefix] = target.encode([request.prefix])
         name = f"{request.name}: prefix {short_repr(request.prefix)}"
         if target.unk_id in prefix:
             tokens = short_repr(" ".join(target.tokens(prefix)))

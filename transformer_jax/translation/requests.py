@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from transformer_jax.errors import UserError, short_repr
+from transformer_jax.tokenization.languages import Affixes
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.alignment import Alignment
 
@@ -48,10 +49,10 @@ class Request:
         """Name in messages."""
         return f"Line {self.number}" if self.number else "The text"
 
-    def first_ids(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the token ids before the source and the target (``Tokenizer.first_ids``)."""
+    def affixes(self, tokenizer: Tokenizer) -> Affixes:
+        """Return the token ids around the source and before the target."""
         languages = self.source_language, self.target_language
-        return tokenizer.first_ids(*languages, f"{self.name}: ")
+        return tokenizer.affixes(*languages, f"{self.name}: ")
 
 
 @dataclass(frozen=True)

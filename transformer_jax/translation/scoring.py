@@ -92,14 +92,15 @@ class Scorer:
             check_text(requests[-1].text, f"Line {number}: source")
             check_text(target, f"Line {number}: target")
             targets.append(target)
-        tokens = self.tokenizer.target.encode(targets, first=())
-        firsts = [request.first_ids(self.tokenizer)[1] for request in requests]
+        tokens = self.tokenizer.target.encode(targets)
+        firsts = [request.affixes(self.tokenizer).before_target for request in requests]
         encoded = [first + ids for first, ids in zip(firsts, tokens)]
         scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
         translations = list[Translation]()
         for text, first, ids, log_probs in zip(targets, firsts, encoded, scored):
             # The language is free, as in the search.
-            log_probs = np.pad(log_probs[len(first) :], (len(first), 0))
+            num_free = min(len(first), self.tokenizer.num_free)
+            log_probs = np.pad(log_probs[num_free:], (num_free, 0))
             log_prob = float(log_probs.sum(dtype=np.float64))
             length = len(log_probs)
             divisor = length_divisor(length, self.config.length_penalty, self.config.length_offset)
@@ -138,8 +139,8 @@ class Scorer:
         return aligned
 
     def _sources(self, requests: Sequence[Request]) -> list[list[int]]:
-        encoded = self.tokenizer.source.encode([each.text for each in requests], first=())
-        return [each.first_ids(self.tokenizer)[0] + ids for each, ids in zip(requests, encoded)]
+        encoded = self.tokenizer.source.encode([each.text for each in requests])
+        return [each.affixes(self.tokenizer).source(ids) for each, ids in zip(requests, encoded)]
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
         """Return the natural log-probabilities of each target's tokens, then of EOS, in float32.
@@ -201,8 +202,11 @@ class Scorer:
             for batch in blocks(same, rows):
                 sides_2BL = np.full((2, rows, length), self._config.pad_id, np.int32)
                 for row, i in enumerate(batch):
-                    for side_BL, tokens in zip(sides_2BL, pairs[i]):
-                        side_BL[row, : len(tokens) + 1] = [*tokens, self._config.eos_id]
+                    source, target = pairs[i]
+                    eos_id = self._config.eos_id
+                    source = source if eos_id in source else [*source, eos_id]
+                    sides_2BL[0, row, : len(source)] = source
+                    sides_2BL[1, row, : len(target) + 1] = [*target, eos_id]
                 parameters = self._parameters[len(running) % len(self._parameters)]
                 running.append((batch, run(parameters, *sides_2BL)))
         results: list[np.ndarray | None] = [None] * len(pairs)

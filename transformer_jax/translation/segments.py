@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+from transformer_jax.tokenization.languages import NO_AFFIXES, Affixes
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.sentences import divide
 
@@ -28,7 +29,7 @@ def cut(
     text: str,
     limit: int,
     tokenizer: Tokenizer,
-    first: Sequence[int] | None = None,
+    affixes: Affixes = NO_AFFIXES,
     language: str = "",
 ) -> tuple[list[Segment], str]:
     """Cut a text into segments of at most ``limit`` source tokens. Returns them, and the text after
@@ -36,9 +37,10 @@ def cut(
 
     A segment is a sentence. An overlong sentence is cut between words, and an overlong word in the
     middle. A tag at the beginning of the text, such as ``>>deu<<``, is repeated before each
-    segment, as is ``first`` (``SubwordModel.encode``). ``language`` is for ``divide``.
+    segment, and ``affixes`` stand around each. ``language`` is for ``divide``.
     """
-    tag_tokens, untagged = tokenizer.source.split_tag(text, first)
+    limit -= len(affixes.source([]))
+    tag_tokens, untagged = tokenizer.source.split_tag(text)
     if len(tag_tokens) > limit // 2:  # too long for a tag
         tag_tokens = []
         untagged = text
@@ -56,11 +58,12 @@ def cut(
             gap = " " if piece[-1].isspace() else ""
     # Encode each segment as a whole. This rarely takes more tokens than encoding its words, because
     # every word starts with a space token, even if it has no leading space.
-    encoded = tokenizer.source.encode([tag + piece for piece in texts], first=first)
+    encoded = tokenizer.source.encode([tag + piece for piece in texts])
     segments = list[Segment]()
     for piece, whole, of_words, gap in zip(texts, encoded, tokens, before):
         fits = len(whole) <= len(tag_tokens) + limit
-        segments.append(Segment(piece, whole if fits else of_words, gap))
+        tokens_of_piece = affixes.source(whole if fits else of_words)
+        segments.append(Segment(piece, tokens_of_piece, gap))
     return segments, divided.after
 
 
@@ -84,7 +87,7 @@ def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, l
     """Divide a text into words, and words in the middle, where it has more than ``limit`` tokens.
     Yields each unit with its tokens.
     """
-    [tokens] = tokenizer.source.encode([text.strip()], first=())
+    [tokens] = tokenizer.source.encode([text.strip()])
     if len(tokens) <= limit or len(text) == 1:
         yield text, tokens[:limit]
         return

@@ -38,7 +38,7 @@ class TagCheck:
 
     def check(self, request: Request) -> None:
         """Log a warning if the request's text needs a known tag and has none."""
-        source, _ = request.first_ids(self._tokenizer)
+        source = request.affixes(self._tokenizer).before_source
         if source or not self.tags or not request.text.strip():
             return  # the language is chosen in another way
         tag = _TAG.match(request.text)

@@ -68,9 +68,10 @@ class Translator:
         self._devices = devices
         suppress = tuple(tokenizer.target.suppressed_ids(self.config.suppress))
         self.engines = self._make_engines(model, suppress)
+        unknown = tokenizer.target.unk_id
         self._planner = Planner(
             tokenizer,
-            frozenset({tokenizer.target.unk_id, *suppress}),
+            frozenset(suppress if unknown is None else (unknown, *suppress)),
             longest_source=self.engines[0].longest_source - 1,  # EOS takes one position
             longest_prefix=self.config.longest_target(1, model.config.position_limit) - 1,
             can_have_terms=self.config.method == "beam",
@@ -83,13 +84,11 @@ class Translator:
     ) -> list[Engine]:
         """Make one engine for each device."""
         rows = -(-self.config.batch_size // max(1, len(self._devices)))
-        languages = self.tokenizer.languages
-        has_language = bool(languages.target or languages.tokens) and not languages.tagged
         engine = Engine(
             model,
             dataclasses.replace(self.config, batch_size=rows),
             suppress=suppress,
-            free_prefix=int(has_language),
+            free_prefix=self.tokenizer.num_free,
             device=self._devices[0] if self._devices else None,
         )
         return [engine, *map(engine.on, self._devices[1:])]

@@ -1,0 +1,161 @@
+"""config.json and generation_config.json of pretrained models, with the defaults of their class."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformer_jax.errors import UserError, short_repr
+from transformer_jax.pretrained.families import FAMILIES, Family
+from transformer_jax.pretrained.files import read_json
+from transformer_jax.pretrained.search_settings import IN_CONFIG
+
+# Fields whose types are checked; the other fields of ``Family.fields`` are numbers.
+_TYPES: dict[str, Any] = {
+    "vocab_size": int,
+    "activation_function": str,
+    "feed_forward_proj": str,
+    "scale_embedding": bool,
+    "num_decoder_layers": int | None,
+}
+_MAX_VOCABULARY = 2**20  # more would take minutes
+
+
+class SpecialIds(NamedTuple):
+    """Ids of special tokens in transformers."""
+
+    pad: int
+    bos: int | None
+    eos: int
+    decoder_start: int
+
+
+class PretrainedConfig(NamedTuple):
+    """The settings of a folder."""
+
+    model_type: str
+    family: Family
+    fields: dict[str, Any]
+    """Fields of config.json, after the class's defaults."""
+    generation: dict[str, Any]
+    """Settings of ``generate``: from generation_config.json or, in older folders, config.json."""
+    generation_file: Path
+    """Where they come from."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the target's embedding matrix."""
+        if self.shares_embeddings:
+            return int(self.fields["vocab_size"])
+        return int(self.fields.get("decoder_vocab_size") or self.fields["vocab_size"])
+
+    @property
+    def shares_embeddings(self) -> bool:
+        """True if source and target have one embedding matrix."""
+        name = "share_encoder_decoder_embeddings"
+        return not self.family.separate or self.fields.get(name) is not False
+
+    def special_ids(self) -> SpecialIds:
+        """Return the ids that transformers uses. Those of generation_config.json, as ``generate``
+        uses them, come first.
+
+        Raises ``UserError`` if they are missing or impossible.
+        """
+        fields = self.fields
+        generation = self.generation
+        pad_id = fields["pad_token_id"]
+        eos = _single(generation.get("eos_token_id", fields["eos_token_id"]))
+        eos = _single(fields["eos_token_id"]) if eos is None else eos
+        candidates = [
+            generation.get("decoder_start_token_id"),
+            generation.get("bos_token_id"),
+            fields["decoder_start_token_id"],
+            fields["bos_token_id"],
+        ]
+        start = next((number for number in candidates if number is not None), None)
+        if start is None:
+            start = fields["pad_token_id"] if "num_layers" in self.family.defaults else eos
+        ids = {
+            "pad_token_id": pad_id,
+            "eos_token_id": eos,
+            "eos_token_id of config.json": _single(fields["eos_token_id"]),
+            "decoder_start_token_id": start,
+            "decoder_start_token_id of config.json": fields["decoder_start_token_id"],
+        }
+        size = self.vocab_size
+        given = [number for number in ids.values() if number is not None]
+        good = all(type(number) is int and 0 <= number < size for number in given)
+        if not good or None in (pad_id, eos, start) or pad_id == eos:
+            listed = ", ".join(f"{name} = {short_repr(number)}" for name, number in ids.items())
+            raise UserError(
+                f"Special tokens in config.json and generation_config.json are {listed}; "
+                f"expected one id below {size} each, and different ids for pad_token_id and "
+                "eos_token_id, because padding is masked."
+            )
+        bos = fields["bos_token_id"]
+        is_usable = (
+            type(bos) is int and 0 <= bos < size and bos not in (fields["pad_token_id"], eos)
+        )
+        if self.model_type == "m2m_100" and start == fields["pad_token_id"]:
+            raise UserError(
+                f"decoder_start_token_id and pad_token_id in config.json are both {start}; "
+                "expected different ids, because M2M100 numbers positions from the first token "
+                "that is not padding."
+            )
+        return SpecialIds(pad_id, bos if is_usable else None, eos, start)
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Read a folder's config.json and generation_config.json.
+
+    Raises ``UserError`` for a missing or corrupt file, and an unknown class or type of a field.
+    """
+    file = folder / "config.json"
+    if not file.exists() and (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{str(folder)!r} is an adapter (such as LoRA) of another model; expected a whole "
+            "model. Merge it in transformers with peft: model.merge_and_unload(), then "
+            "save_pretrained(FOLDER)."
+        )
+    given = read_json(file)
+    model_type = given.get("model_type")
+    if str(model_type) not in FAMILIES:
+        raise UserError(
+            f"model_type in {str(file)!r} is {model_type!r}; expected one of: "
+            f"{', '.join(FAMILIES)}. Other models are not supported."
+        )
+    family = FAMILIES[str(model_type)]
+    if given.get("quantization_config"):
+        raise UserError(
+            f"{str(file)!r} has a quantization_config; expected a model with float weights. Use "
+            "the model that it was quantized from."
+        )
+    names = [name for name in ("vocab_size", *family.fields) if name in given]
+    given = read_json(file, {name: _TYPES.get(name, int | float) for name in names})
+    fields = {**family.defaults, **given}
+    for name in ("vocab_size", "decoder_vocab_size"):
+        size = fields.get(name)
+        if size is not None and (type(size) is not int or not 4 <= size <= _MAX_VOCABULARY):
+            raise UserError(
+                f"{name} in config.json is {short_repr(size)}; expected the number of rows of the "
+                f"embedding matrix, 4 to {_MAX_VOCABULARY}. Use the config.json that belongs to "
+                "the weights."
+            )
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file, missing_ok=True)
+    if not generation:
+        generation_file = file
+        generation = {name: value for name, value in given.items() if IN_CONFIG.search(name)}
+    return PretrainedConfig(str(model_type), family, fields, generation, generation_file)
+
+
+def _single(eos: Any) -> Any:
+    """Return the only id of a list."""
+    return eos[0] if isinstance(eos, list) and len(eos) == 1 else eos
+
+
+def matches(pattern: str, token: str) -> str:
+    """Return the language code of a token that matches ``Family.languages``, or ""."""
+    match = re.fullmatch(pattern, token)
+    return match[match.lastindex or 0] if match else ""

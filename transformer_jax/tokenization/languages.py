@@ -1,0 +1,93 @@
+"""Languages of a model: the tokens that stand around a source and before a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+from transformer_jax.errors import UserError, short_repr
+
+Layout = Literal["both", "after", "start", "tag"]
+
+
+class Languages(NamedTuple):
+    """Languages of a many-to-many model, or fixed tokens around the lines of another model.
+
+    The layouts: ``both`` has the source's language before the source, and the target's before the
+    target. ``after`` has the source's language after EOS, and the target's before the target (NLLB
+    with legacy_behaviour). ``start`` has the source's language after EOS, and the target's is the
+    decoder's first input (mBART's first version). ``tag`` has the target's before the source, as in
+    MADLAD-400 (<2de>).
+    """
+
+    tokens: Mapping[str, str] = MappingProxyType({})
+    """Token of each language code."""
+    source: str = ""
+    """Token around every source line by default; '': none."""
+    target: str = ""
+    """Token of every target line by default; '': none."""
+    layout: Layout = "both"
+    """Places of the tokens."""
+    forced: bool = True
+    """True if the search is forced to begin a target with its token, which then has no score."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {**self._asdict(), "tokens": dict(self.tokens)}
+
+    def checked(self) -> Languages:
+        """Return itself. Raises ``TypeError`` if a field has another type."""
+        names = [*self.tokens, *self.tokens.values(), self.source, self.target]
+        "".join(names)
+        if self.layout not in get_args(Layout) or type(self.forced) is not bool:
+            raise TypeError(f"unknown layout {self.layout!r}")
+        return self
+
+    def token(self, language: str, field: str) -> str:
+        """Return the token of a language code; "" gives the default. ``field`` is
+        ``source_language`` or ``target_language``, after the name of a line.
+
+        Raises ``UserError`` for an unknown language, and for "" if the model has languages but no
+        default (except tags, which the text can have).
+        """
+        default = self.source if field.endswith("source_language") else self.target
+        if not language and (default or not self.tokens or self.layout == "tag"):
+            return default
+        if language not in self.tokens:
+            none = "none, because the model has no language codes or was imported for one pair"
+            known = ", ".join(self.tokens) or none
+            raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
+        return self.tokens[language]
+
+    def with_defaults(self, source: str, target: str) -> Languages:
+        """Return a copy with these languages by default ("": no change)."""
+        languages = self
+        if source:
+            token = self.token(source, "source_language")
+            languages = languages if self.layout == "tag" else languages._replace(source=token)
+        if target:
+            languages = languages._replace(target=self.token(target, "target_language"))
+        return languages
+
+
+class Affixes(NamedTuple):
+    """Token ids around the text of a line. A source is ``before_source``, the text and EOS or, if
+    they are not empty, the text and ``after_source``, which has EOS. A target is ``before_target``,
+    the text and EOS.
+    """
+
+    before_source: list[int]
+    after_source: list[int]
+    before_target: list[int]
+
+    def source(self, ids: list[int]) -> list[int]:
+        """Return the ids of a source, without an EOS at the end."""
+        return self.before_source + ids + self.after_source
+
+    def target(self, ids: list[int]) -> list[int]:
+        """Return the ids of a target, without EOS."""
+        return self.before_target + ids
+
+
+NO_AFFIXES = Affixes([], [], [])

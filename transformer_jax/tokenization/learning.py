@@ -1,0 +1,58 @@
+"""Training of SentencePiece models."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+import sentencepiece
+
+from transformer_jax.errors import UserError
+from transformer_jax.settings.config import TokenizerConfig
+from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+
+
+def evenly_spread(pairs: Iterable[tuple[str, str]], limit: int) -> list[tuple[str, str]]:
+    """Keep every k-th pair, for the smallest power of two k that leaves at most ``limit`` pairs."""
+    sample: list[tuple[str, str]] = []
+    stride = 1
+    for index, pair in enumerate(pairs):
+        if index % stride == 0:
+            sample.append(pair)
+        if len(sample) > limit:
+            sample = sample[::2]
+            stride *= 2
+    return sample
+
+
+def learn(lines: Iterable[str], config: TokenizerConfig) -> bytes:
+    """Train a SentencePiece model on ``lines``. Returns the contents of its file.
+
+    Raises ``UserError`` if the text is empty or too small for ``config.vocab_size`` tokens.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type=config.algorithm,
+            vocab_size=config.vocab_size,
+            character_coverage=config.character_coverage,
+            byte_fallback=config.byte_fallback,
+            normalization_rule_name=config.normalization,
+            remove_extra_whitespaces=config.normalization != "identity",
+            user_defined_symbols=list(config.user_defined_symbols),
+            pad_id=PAD_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            num_threads=16,  # fixed, because unigram models depend on it
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise UserError(
+            "SentencePiece, which skips empty lines and lines of more than 4,192 bytes, cannot "
+            f"learn {config.vocab_size} tokens (tokenizer.vocab_size) from the training text with "
+            f"tokenizer.character_coverage = {config.character_coverage}: {error}"
+        ) from None
+    return model.getvalue()

@@ -1,0 +1,233 @@
+"""Segmenters: text to pieces and back, with SentencePiece or with a tokenizer.json file.
+
+A segmenter knows nothing of special tokens, languages or the ids of a model (``Vocabulary``).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+
+from transformer_jax.errors import UserError, needs_extra
+from transformer_jax.tokenization.subword_sampling import (
+    SubwordSampler,
+    any_of,
+    model_proto,
+    symbols_of,
+)
+
+
+class Segmenter(Protocol):
+    """Text to pieces and back. ``own_ids`` are the ids of pieces in the segmenter's own file."""
+
+    content: bytes
+    """Contents of the file."""
+    symbols: Sequence[str]
+    """Pieces that can begin a line and that every segment of the line repeats."""
+
+    @property
+    def tokens(self) -> dict[int, str]:
+        """Pieces by their own ids."""
+
+    def encode(self, lines: Sequence[str]) -> list[list[str]]:
+        """Split each line into pieces."""
+
+    def encode_as_ids(self, lines: Sequence[str]) -> list[list[int]]:
+        """Split each line into pieces. Returns their own ids."""
+
+    def decode(self, pieces: Sequence[str]) -> str:
+        """Join pieces into text."""
+
+    def decode_ids(self, own_ids: Sequence[int]) -> str:
+        """Join the pieces with these own ids into text."""
+
+
+class SentencePieceSegmenter:
+    """A SentencePiece model."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.processor: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
+        proto = model_proto(content)
+        self.pieces = [piece.piece for piece in proto.pieces]
+        self.symbols = symbols_of(proto)
+        # SentencePiece's ``decode`` removes the space added before a line, but not one after.
+        self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
+        self._sampler: SubwordSampler | None = None
+
+    @property
+    def tokens(self) -> dict[int, str]:
+        """Pieces by their own ids."""
+        return dict(enumerate(self.pieces))
+
+    def encode(self, lines: Sequence[str]) -> list[list[str]]:
+        """Split each line into pieces. An unknown piece is the text that it stands for."""
+        return self.processor.encode(list(lines), out_type=str, num_threads=1)
+
+    def encode_as_ids(self, lines: Sequence[str]) -> list[list[int]]:
+        """Split each line into pieces. Returns their own ids."""
+        if len(lines) == 1:  # a batch call starts a thread, which takes time
+            return [self.processor.encode(lines[0])]
+        return self.processor.encode(list(lines), num_threads=1)
+
+    def sample(self, lines: Sequence[str], dropout: float, seed: int) -> list[list[str]]:
+        """Draw a random segmentation of each line with BPE-dropout."""
+        if self._sampler is None or self._sampler.dropout != dropout:
+            self._sampler = SubwordSampler(self.processor, dropout)
+        generator = random.Random(seed)
+        return [self._sampler.sample(line, generator) for line in lines]
+
+    def decode(self, pieces: Sequence[str]) -> str:
+        """Join pieces into text. Pieces that the model does not have keep ▁ in place of a space, so
+        it is replaced.
+        """
+        return self.processor.decode(list(pieces)).replace("▁", " ").strip()
+
+    def decode_ids(self, own_ids: Sequence[int]) -> str:
+        """Join the pieces with these own ids into text."""
+        text: str = self.processor.decode(list(own_ids))
+        return text.removesuffix(" ") if self._ends_words else text
+
+
+class JsonSegmenter:
+    """A tokenizer.json file of a pretrained model, read by the ``tokenizers`` library.
+
+    Added tokens that are written in the text, such as ``<extra_id_0>``, are tokens.
+    """
+
+    symbols: Sequence[str] = ()
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        with needs_extra("pretrained"):
+            import tokenizers
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(
+                f"tokenizer.json is corrupt or too new ({error}); download it again or upgrade "
+                "the tokenizers package."
+            ) from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        # ``Encoding.tokens`` would be the text of unknown tokens, and spaces beside added ones.
+        self._tokens = {i: token for token, i in self._tokenizer.get_vocab().items()}
+        byte_of = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        bytes_of = {i: byte_of[token] for i, token in self._tokens.items() if token in byte_of}
+        others = self._tokens.keys() - bytes_of.keys() - self.special_ids
+        # ByT5, where the tokens of a text are its bytes.
+        self._bytes = {} if others else bytes_of
+
+    @property
+    def tokens(self) -> dict[int, str]:
+        """Tokens by their ids in the file."""
+        return self._tokens
+
+    @property
+    def special_ids(self) -> set[int]:
+        """Ids of the tokens that transformers calls special."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i for i, token in added.items() if token.special}
+
+    def added_around(self, line: str) -> tuple[list[int], list[int]]:
+        """Return the ids that the file's post-processor puts before and after a line."""
+        plain = self._tokenizer.encode(line, add_special_tokens=False).ids
+        full = self._tokenizer.encode(line, add_special_tokens=True).ids
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return full[:start], full[start + len(plain) :]
+        raise UserError(
+            "The post-processor of tokenizer.json changes the tokens of a line; expected one that "
+            "only adds tokens before and after the line."
+        )
+
+    def encode(self, lines: Sequence[str]) -> list[list[str]]:
+        """Split each line into tokens, without special tokens."""
+        return [[self._tokens[i] for i in ids] for ids in self.encode_as_ids(lines)]
+
+    def encode_as_ids(self, lines: Sequence[str]) -> list[list[int]]:
+        """Split each line into tokens, without special tokens. Returns their ids."""
+        encodings = self._tokenizer.encode_batch(list(lines), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, pieces: Sequence[str]) -> str:
+        """Join tokens into text, without special tokens."""
+        ids = [self._tokenizer.token_to_id(token) for token in pieces]
+        return self.decode_ids([i for i in ids if i is not None])
+
+    def decode_ids(self, own_ids: Sequence[int]) -> str:
+        """Join the tokens with these ids into text, without special tokens and invalid bytes."""
+        if self._bytes:
+            text = bytes(self._bytes[i] for i in own_ids if i in self._bytes)
+            return text.decode(errors="ignore").strip()
+        return self._tokenizer.decode(list(own_ids)).replace("▁", " ").strip()
+
+
+def make_segmenter(content: bytes) -> SentencePieceSegmenter | JsonSegmenter:
+    """Make the segmenter for the contents of a SentencePiece model or a tokenizer.json file."""
+    if content.lstrip().startswith(b"{"):
+        return JsonSegmenter(content)
+    return SentencePieceSegmenter(content)
+
+
+def read_segmenter(path: Path) -> SentencePieceSegmenter | JsonSegmenter:
+    """Read a SentencePiece model or a tokenizer.json file. Raises ``UserError`` if corrupt."""
+    content = path.read_bytes()
+    if path.suffix == ".json":
+        return JsonSegmenter(content)
+    try:
+        if not content:
+            raise RuntimeError("the file is empty")
+        return SentencePieceSegmenter(content)
+    except RuntimeError as error:
+        raise UserError(
+            f"{str(path)!r} is not a SentencePiece model or is corrupt ({error}); restore it, "
+            "download it again or retrain it."
+        ) from None
+
+
+def with_symbols(content: bytes, symbols: Sequence[str]) -> bytes:
+    """Return a SentencePiece model with missing ``symbols`` appended as user-defined symbols."""
+    proto = model_proto(content)
+    pieces = {piece.piece: piece for piece in proto.pieces}
+    for symbol in symbols:
+        if symbol not in pieces:
+            proto.pieces.add(piece=symbol, type=proto.SentencePiece.USER_DEFINED)
+        elif pieces[symbol].type != proto.SentencePiece.USER_DEFINED:
+            raise UserError(
+                f"tokenizer.user_defined_symbols contains {symbol!r}, which is already a "
+                "regular or special token in the vocabulary; choose another name."
+            )
+    return proto.SerializeToString()
+
+
+def with_padding(content: bytes) -> bytes:
+    """Return a SentencePiece model with PAD and EOS appended if it lacks them. Other ids stay.
+
+    ``spm_train`` without ``--pad_id`` makes models without PAD.
+    """
+    processor: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
+    proto = model_proto(content)
+    trainer = proto.trainer_spec
+    for own_id, token in (
+        (processor.pad_id(), trainer.pad_piece),
+        (processor.eos_id(), trainer.eos_piece),
+    ):
+        if own_id < 0:
+            proto.pieces.add(piece=token, type=proto.SentencePiece.CONTROL)
+    return proto.SerializeToString() if len(proto.pieces) > len(processor) else content
+
+
+def leading(symbols: Sequence[str], *, tags: bool) -> re.Pattern[str]:
+    """Return a regular expression for the tag and the symbols at the beginning of a line."""
+    tag = TAG if tags else ""
+    return re.compile(rf"{tag}(?:\s*(?:{any_of(symbols)}))*")
+
+
+TAG = "(?:>>.*?<<)?"
+"""Regular expression for the tag that can begin a line in multilingual Marian models, or ""."""
