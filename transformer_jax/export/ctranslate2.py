@@ -78,7 +78,8 @@ def export_ctranslate2(
     spec = _spec(config.model)
     weights = with_biases(model)
     # The target's matrices, also where the source or the softmax uses them.
-    matrix, table = "target_embedding.matrix", "target_embedding.position_matrix"
+    matrix = "target_embedding.matrix"
+    table = "target_embedding.position_matrix"
     longest = max(_POSITIONS, *length_limits(config))
     weights.setdefault(table, sinusoidal_positions(longest, config.model.d_model))
     shared = {
@@ -86,7 +87,7 @@ def export_ctranslate2(
         "source_embedding.matrix": matrix,
         "source_embedding.position_matrix": table,
     }
-    weights = {name: weights[theirs] for name, theirs in shared.items()} | weights
+    weights = {name: weights[source] for name, source in shared.items()} | weights
     library = _LIBRARY
     if config.model.is_gated:
         names = {**library.names, "feed_forward.inner": "ffn/linear_0_noact/{}"}
@@ -131,7 +132,8 @@ def pack_argos(
             "SentencePiece model for both languages and source lines without tags or language "
             "tokens, because Argos Translate supports nothing else. Export to ctranslate2 instead."
         )
-    files, name = [*folder.iterdir()], "translate-{}_{}".format(*languages[::2])
+    files = [*folder.iterdir()]
+    name = "translate-{}_{}".format(*languages[::2])
     with ZipFile(folder / f"{name}.argosmodel", "w", ZIP_DEFLATED) as archive:
         # Packages with older versions are replaced by those in Argos Translate's index.
         metadata = dict(zip(_METADATA, languages), package_version="100.0", argos_version="1.9")

@@ -71,8 +71,9 @@ def _write_weights(tensors: dict[str, np.ndarray], folder: Path) -> None:
 
 
 def _config(config: Config) -> dict[str, Any]:
-    shape, family = config.model, FAMILIES["marian"]
-    fields = {theirs: getattr(shape, ours) for theirs, ours in family.fields.items()}
+    shape = config.model
+    family = FAMILIES["marian"]
+    fields = {foreign: getattr(shape, name) for foreign, name in family.fields.items()}
     return {
         "model_type": "marian",
         "architectures": [family.name],

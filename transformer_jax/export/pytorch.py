@@ -116,8 +116,8 @@ def from_torch(
         **of_positions,
     )
     _check_modules(transformer, config)
-    found = transformer.state_dict() | ends | tables
-    tensors = {name: x.detach().float().cpu().numpy() for name, x in found.items()}
+    state = transformer.state_dict() | ends | tables
+    tensors = {name: x.detach().float().cpu().numpy() for name, x in state.items()}
     lazies = from_library(tensors, config, _LIBRARY, "The modules", optional="bias$")
     return with_parameters(config, {name: jnp.array(x) for name, x in lazies.items()})
 
@@ -148,8 +148,8 @@ def to_torch(model: Transformer) -> TorchModules:
     transformer = _blank_transformer(config)
     output = nn.Linear(config.d_model, config.vocab_size, bias=config.softmax_bias, device="meta")
     for module, prefix in ((transformer, ""), (output, "output.")):
-        kept = {name: tensors[prefix + name] for name in module.state_dict()}
-        module.load_state_dict(kept, assign=True)
+        state = {name: tensors[prefix + name] for name in module.state_dict()}
+        module.load_state_dict(state, assign=True)
     positions: str | tuple[Tensor, Tensor] = config.positions
     if config.positions == "learned":
         table_LD = tensors["positions[1]"]
@@ -183,8 +183,8 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
 def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
     """Read ``ModelConfig`` fields from the first encoder layer; see ``_check_modules``."""
     layer = transformer.encoder.layers[0]
-    stacks = transformer.encoder.layers, transformer.decoder.layers
-    num_layers, num_decoder_layers = map(len, stacks)
+    num_layers = len(transformer.encoder.layers)
+    num_decoder_layers = len(transformer.decoder.layers)
     has_final_norm = transformer.encoder.norm is not None
     has_bias = any(name.endswith("bias") for name in transformer.state_dict())
     return {
@@ -206,28 +206,31 @@ def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
 
 def _check_modules(transformer: nn.Transformer, config: ModelConfig) -> None:
     """Raise a ``UserError`` that names the first module with another class or other settings."""
-    found, expected = _described(transformer), _described(_blank_transformer(config))
-    for name in found | expected:
-        theirs, ours = found.get(name, "missing"), expected.get(name, "no module")
-        if theirs != ours:
+    modules = _described(transformer)
+    expected = _described(_blank_transformer(config))
+    for name in modules | expected:
+        module = modules.get(name, "missing")
+        wanted = expected.get(name, "no module")
+        if module != wanted:
             raise UserError(
-                f"transformer.{name} is {theirs}; expected {ours}. All layers need the classes of "
-                "torch.nn and the same settings. (nn.Transformer(activation=nn.GELU()) leaves "
+                f"transformer.{name} is {module}; expected {wanted}. All layers need the classes "
+                "of torch.nn and the same settings. (nn.Transformer(activation=nn.GELU()) leaves "
                 "ReLU in the decoder. Pass the function instead: torch.nn.functional.gelu.)"
             )
 
 
 def _described(transformer: nn.Transformer) -> dict[str, str]:
     """Return the class and settings of each module."""
-    found = {}
+    descriptions = {}
     for name, module in transformer.named_modules():
         settings = {key: vars(module)[key] for key in _SETTINGS if key in vars(module)}
         if hasattr(module, "activation"):
             settings["activation"] = _activation_name(name, module.activation)
         if not name.endswith(".activation"):
-            given = ", ".join(f"{key}={value}" for key, value in settings.items())
-            found[name] = f"{type(module).__module__}.{type(module).__qualname__}({given})"
-    return found
+            listed = ", ".join(f"{key}={value}" for key, value in settings.items())
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            descriptions[name] = f"{kind}({listed})"
+    return descriptions
 
 
 def _activation_name(place: str, function: Callable[[Tensor], Tensor]) -> str:

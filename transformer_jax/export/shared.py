@@ -43,7 +43,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_model_card(workdir: str, codes: tuple[str, ...], folder: Path) -> None:
     """Write README.md: language codes, and a finished run's test scores with their signatures."""
-    run, rows = local_workdir(workdir), ""
+    run = local_workdir(workdir)
+    rows = ""
     summary = run / "summary.json"
     if (run / "model").is_dir() and summary.exists():  # without model/, the scores are old
         scores = json.loads(summary.read_text()).get("test", {})

@@ -46,7 +46,8 @@ class Import:
         from transformer_jax.pretrained.hub import find_pretrained
         from transformer_jax.pretrained.loading import import_into
 
-        pickles, languages = self.allow_pickle, (self.source_language, self.target_language)
+        pickles = self.allow_pickle
+        languages = (self.source_language, self.target_language)
         with new_folder(self.workdir, "workdir") as folder:
             source = find_pretrained(self.input, revision=self.revision, allow_pickle=pickles)
             import_into(source, folder, languages=languages, allow_pickle=pickles)

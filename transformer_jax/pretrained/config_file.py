@@ -84,8 +84,8 @@ class PretrainedConfig(NamedTuple):
             "decoder_start_token_id of config.json": fields["decoder_start_token_id"],
         }
         size = self.vocab_size
-        given = [number for number in ids.values() if number is not None]
-        good = all(type(number) is int and 0 <= number < size for number in given)
+        numbers = [number for number in ids.values() if number is not None]
+        good = all(type(number) is int and 0 <= number < size for number in numbers)
         if not good or None in (pad_id, eos, start) or pad_id == eos:
             listed = ", ".join(f"{name} = {short_repr(number)}" for name, number in ids.items())
             raise UserError(
@@ -118,22 +118,22 @@ def read_config(folder: Path) -> PretrainedConfig:
             "model. Merge it in transformers with peft: model.merge_and_unload(), then "
             "save_pretrained(FOLDER)."
         )
-    given = read_json(file)
-    model_type = given.get("model_type")
+    content = read_json(file)
+    model_type = content.get("model_type")
     if str(model_type) not in FAMILIES:
         raise UserError(
             f"model_type in {str(file)!r} is {model_type!r}; expected one of: "
             f"{', '.join(FAMILIES)}. Other models are not supported."
         )
     family = FAMILIES[str(model_type)]
-    if given.get("quantization_config"):
+    if content.get("quantization_config"):
         raise UserError(
             f"{str(file)!r} has a quantization_config; expected a model with float weights. Use "
             "the model that it was quantized from."
         )
-    names = [name for name in ("vocab_size", *family.fields) if name in given]
-    given = read_json(file, {name: _TYPES.get(name, int | float) for name in names})
-    fields = {**family.defaults, **given}
+    names = [name for name in ("vocab_size", *family.fields) if name in content]
+    content = read_json(file, {name: _TYPES.get(name, int | float) for name in names})
+    fields = {**family.defaults, **content}
     for name in ("vocab_size", "decoder_vocab_size"):
         size = fields.get(name)
         if size is not None and (type(size) is not int or not 4 <= size <= _MAX_VOCABULARY):
@@ -146,7 +146,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     generation = read_json(generation_file, missing_ok=True)
     if not generation:
         generation_file = file
-        generation = {name: value for name, value in given.items() if IN_CONFIG.search(name)}
+        generation = {name: value for name, value in content.items() if IN_CONFIG.search(name)}
     return PretrainedConfig(str(model_type), family, fields, generation, generation_file)
 
 

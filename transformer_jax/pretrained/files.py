@@ -35,7 +35,8 @@ class LazyArray:
 
 def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArray]:
     """Return the tensors in model.safetensors, its shards or pytorch_model.bin, by name."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     pickle = folder / "pytorch_model.bin"
     if not (whole.exists() or index.exists()):
         if allow_pickle and pickle.exists():

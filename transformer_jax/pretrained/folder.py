@@ -78,13 +78,13 @@ class Pretrained:
         self.library = self.family.library._replace(names=names)
         self.special_ids = self.config_file.special_ids()
         self._tokenizer_files = read_tokenizer(folder, self.config_file)
-        found = read_languages(folder, self._tokenizer_files, self.config_file, self.special_ids)
+        of_files = read_languages(folder, self._tokenizer_files, self.config_file, self.special_ids)
         self._changes: dict[str, dict[str, Any]] = {}  # fields of files that an export changes
-        self.languages = found
-        if found.layout == "start":
-            self.languages = self._choose_pair(found, languages)
+        self.languages = of_files
+        if of_files.layout == "start":
+            self.languages = self._choose_pair(of_files, languages)
         elif any(languages):
-            self.languages = found.with_defaults(*languages)
+            self.languages = of_files.with_defaults(*languages)
 
     @cached_property
     def _tensors(self) -> dict[str, LazyArray]:
@@ -210,17 +210,19 @@ class Pretrained:
         sides = make_sides(self._tokenizer_files, self.config_file, self.special_ids)
         return Tokenizer(sides[0], sides[-1], languages=self.languages, pretrained=self._archive())
 
-    def _choose_pair(self, found: Languages, languages: tuple[str, str]) -> Languages:
+    def _choose_pair(self, of_files: Languages, languages: tuple[str, str]) -> Languages:
         """Fix source and target language of a model that starts with the target's."""
         ids = self._tokenizer_files.ids[-1]
         start = self.special_ids.decoder_start
-        started = [token for token in found.tokens.values() if ids[token] == start]
-        defaults = found.source, [*started, found.target][0]
+        started = [token for token in of_files.tokens.values() if ids[token] == start]
+        defaults = of_files.source, [*started, of_files.target][0]
         pair = []
         for code, default in zip(languages, defaults):
-            pair.append(found.tokens.get(code, "") if code else default)
+            pair.append(of_files.tokens.get(code, "") if code else default)
         if "" in pair:
-            codes = ", ".join(found.tokens) or "none, because the tokenizer's files have no codes"
+            codes = (
+                ", ".join(of_files.tokens) or "none, because the tokenizer's files have no codes"
+            )
             raise UserError(
                 f"--source-language and --target-language are {languages}; expected two of: "
                 f"{codes}. The model in {str(self.folder)!r} is from mBART's first version, which "

@@ -32,7 +32,7 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
     files = [*_FILES, "pytorch_model.bin"] if allow_pickle else _FILES
     name, _, tag = name.partition("@")
     try:
-        found = _download(name, revision or tag or None, files)
+        folder_in_cache = _download(name, revision or tag or None, files)
     except Exception as error:  # errors of huggingface_hub and of its HTTP client
         raise UserError(
             f"{name!r} is not a folder and cannot be downloaded ({one_line(error)}). Expected a "
@@ -41,7 +41,7 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
             f"machines without a network, download a folder elsewhere: hf download {name} "
             "--local-dir FOLDER."
         ) from None
-    return Path(found)
+    return Path(folder_in_cache)
 
 
 def _download(name: str, revision: str | None, files: list[str]) -> str:

@@ -172,7 +172,8 @@ def _unsupported(name: str, value: Any, file: Path) -> UserError:
 
 def length_limits(config: Config) -> tuple[int, int]:
     """Return the maximum source and target lengths for decoding, in tokens including EOS."""
-    decoding, positions = config.decoding, config.model.position_limit
+    decoding = config.decoding
+    positions = config.model.position_limit
     source = decoding.max_source_length
     return min(source, positions), decoding.longest_target(source, positions)
 

@@ -195,7 +195,8 @@ def _from_post_processor(
     token_of = {i: token for token, i in files.ids[0].items()}
     segmenter = files.segmenters[0]
     if files.kind in _PLAIN:
-        before, after = list[int](), [special.eos]
+        before: list[int] = []
+        after = [special.eos]
     elif isinstance(segmenter, JsonSegmenter):
         before, after = segmenter.added_around("a 1")
     else:

@@ -115,8 +115,8 @@ def compare(
             labels = _complete(output, model)
             start = [model.config.decoder_start_id, *labels[:-1]]
             expected = theirs(input_ids=inputs, decoder_input_ids=torch.tensor([start])).logits
-        found = model(jnp.array([source]), jnp.array([labels]))
-        difference = np.abs(np.asarray(found) - expected.numpy()).max()
+        logits = model(jnp.array([source]), jnp.array([labels]))
+        difference = np.abs(np.asarray(logits) - expected.numpy()).max()
         logits_apart = max(logits_apart, float(difference / np.abs(expected.numpy()).max()))
         same_outputs += _complete(output, model) == _until_eos(out[0, 1:].tolist(), model)
     return Comparison(name, same_ids, logits_apart, same_outputs, len(SENTENCES))
@@ -164,8 +164,8 @@ def _search(
         max_extra_length=_MAX_TOKENS,
     )
     engine = Engine(model, decoding, free_prefix=tokenizer.num_free)
-    found = engine.search([Sentence(source, forced) for source in sources])
-    return [hypotheses[0].tokens if hypotheses else [] for hypotheses in found]
+    results = engine.search([Sentence(source, forced) for source in sources])
+    return [hypotheses[0].tokens if hypotheses else [] for hypotheses in results]
 
 
 def _complete(ids: list[int], model: Transformer) -> list[int]:

@@ -51,13 +51,13 @@ class Library(NamedTuple):
 def to_library(weights: Weights, library: Library) -> Weights:
     """Convert plain weights to weights of ``library``."""
     tensors = {}
-    for theirs, ours in _names(weights, library).items():
-        shares = []
-        for name in ours:
+    for foreign, names in _names(weights, library).items():
+        parts = []
+        for name in names:
             x = weights[name]
             x = sines_first(name, x) if library.sines_first else x
-            shares.append(_with_their_axes(name, x, theirs))
-        tensors[theirs] = np.ascontiguousarray(np.concatenate(shares))
+            parts.append(_with_foreign_axes(name, x, foreign))
+        tensors[foreign] = np.ascontiguousarray(np.concatenate(parts))
     return tensors
 
 
@@ -72,46 +72,49 @@ def from_library(
     shapes, and, when a parameter is read, for NaN and infinity.
     """
 
-    def read(theirs: str, place: int, ours: list[str]) -> np.ndarray:
-        x, name = np.asarray(given[theirs]), ours[place]
+    def read(foreign: str, place: int, names: list[str]) -> np.ndarray:
+        x = np.asarray(arrays[foreign])
+        name = names[place]
         with np.errstate(invalid="ignore"):  # inf - inf
             total = x.sum(dtype=np.float64)  # needs no memory, unlike isfinite(x)
         if not np.isfinite(total):
             count = np.count_nonzero(~np.isfinite(x))
             raise UserError(
-                f"{where} have {count:,} NaN or infinite values in {theirs}; expected finite "
+                f"{where} have {count:,} NaN or infinite values in {foreign}; expected finite "
                 "numbers. Download or train the weights again."
             )
-        x = np.split(x, len(ours))[place]
+        x = np.split(x, len(names))[place]
         x = x.T if name.endswith("kernel") else x
         x = sines_first(name, x, back=True) if library.sines_first else x
-        x = x / scale if (scale := _scale(name, config)) else x
+        scale = _scale(name, config)
+        x = x / scale if scale else x
         return np.ascontiguousarray(x.reshape(shapes[name]))
 
     _check_layers(tensors, config, library, where)
     shapes = parameter_shapes(config)
-    found, expected = dict[str, LazyArray](), dict[str, tuple[int, ...]]()
-    for theirs, ours in _names(shapes, library).items():
-        for place, name in enumerate(ours):
+    parameters: dict[str, LazyArray] = {}
+    expected: dict[str, tuple[int, ...]] = {}
+    for foreign, names in _names(shapes, library).items():
+        for place, name in enumerate(names):
             like = np.broadcast_to(0, _plain_shape(name, shapes[name]))
-            like = _with_their_axes(name, like, theirs)
-            expected[theirs] = len(ours) * len(like), *like.shape[1:]
-            found[name] = LazyArray(shapes[name], partial(read, theirs, place, ours))
+            like = _with_foreign_axes(name, like, foreign)
+            expected[foreign] = (len(names) * len(like), *like.shape[1:])
+            parameters[name] = LazyArray(shapes[name], partial(read, foreign, place, names))
     tied = {*library.names.values()} - expected.keys()
-    given: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         name: np.zeros(shape, np.float32)
         for name, shape in expected.items()
         if re.search(optional, name)
     } | {name: x for name, x in tensors.items() if name not in tied}
-    for name in sorted(expected.keys() | given.keys()):
-        has = f"shape {given[name].shape}" if name in given else "no tensor"
+    for name in sorted(expected.keys() | arrays.keys()):
+        has = f"shape {arrays[name].shape}" if name in arrays else "no tensor"
         wanted = f"shape {expected[name]}" if name in expected else "no tensor"
         if has != wanted:
             raise UserError(
                 f"{where} have {has} for {name}; expected {wanted}. Use weights and settings of "
                 "the same model."
             )
-    return found
+    return parameters
 
 
 def _check_layers(
@@ -144,10 +147,11 @@ def with_parameters(config: ModelConfig, parameters: Mapping[str, Any]) -> Trans
 
 def plain_weights(model: Transformer) -> Weights:
     """Return the plain weights of ``model``. Learned positions are scaled like the embeddings."""
-    weights, state = {}, nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    for name, parameter in _by_name(state):
+    weights = {}
+    for name, parameter in _by_name(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
         x = np.asarray(parameter).reshape(_plain_shape(name, parameter.shape))
-        weights[name] = x * scale if (scale := _scale(name, model.config)) else x
+        scale = _scale(name, model.config)
+        weights[name] = x * scale if scale else x
     return weights
 
 
@@ -206,27 +210,36 @@ def _scale(name: str, config: ModelConfig) -> np.float32 | None:
     return np.float32(config.d_model**0.5) if is_scaled else None
 
 
-def _with_their_axes(name: str, x: np.ndarray, theirs: str) -> np.ndarray:
-    """Change the axes of a plain weight to those of the array ``theirs`` of a library."""
-    if theirs == "final_logits_bias":
+def _with_foreign_axes(name: str, x: np.ndarray, foreign: str) -> np.ndarray:
+    """Change the axes of a plain weight to those of a library's array with the name ``foreign``."""
+    if foreign == "final_logits_bias":
         return x[None]
     return x.T if name.endswith("kernel") else x
 
 
 def _names(weights: Iterable[str], library: Library) -> dict[str, list[str]]:
-    """Map each library name to our names for the arrays that it concatenates."""
-    found: dict[str, list[str]] = {}
-    order, places = list(library.names), []
-    for ours in weights:
-        key, prefix, side, name = ours, "", "", ""
-        if match := _IN_STACK.fullmatch(ours):
-            side, _, part, leaf = match.groups("relative_bias")
-            key = part if part in library.names else f"{side}.{part}"
-            prefix = library.layer.format(side=side, number=match[2]) if match[2] else ""
-            scale, bias = library.norm if "norm" in ours else ("weight", "bias")
-            name = bias if leaf.endswith("bias") else scale
-        theirs = prefix + library.names[key].format(name, side=side)
-        places.append((order.index(key), theirs, ours))
-    for _, theirs, ours in sorted(places):
-        found.setdefault(theirs, []).append(ours)
-    return found
+    """Map each library name to the names of the weights that its array concatenates."""
+    order = list(library.names)
+    places: list[tuple[int, str, str]] = []
+    for weight in weights:
+        key, foreign = _foreign_name(weight, library)
+        places.append((order.index(key), foreign, weight))
+    names: dict[str, list[str]] = {}
+    for _, foreign, weight in sorted(places):
+        names.setdefault(foreign, []).append(weight)
+    return names
+
+
+def _foreign_name(weight: str, library: Library) -> tuple[str, str]:
+    """Return the key of ``library.names`` for a weight, and the weight's name in the library."""
+    match = _IN_STACK.fullmatch(weight)
+    if not match:
+        return weight, library.names[weight].format("")
+    side, number, part, leaf = match.groups("relative_bias")
+    key = part if part in library.names else f"{side}.{part}"
+    prefix = ""
+    if match[2]:
+        prefix = library.layer.format(side=side, number=number)
+    scale, bias = library.norm if "norm" in weight else ("weight", "bias")
+    name = bias if leaf.endswith("bias") else scale
+    return key, prefix + library.names[key].format(name, side=side)
