@@ -46,8 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nllb": ("M2M100", _FAIRSEQ | {"scale_embedding": False}),
     "bart": (
         "Bart",
-        _FAIRSEQ
-        | {"normalize_before": False, "normalize_embedding": True, "forced_bos_token_id": 0},
+        _FAIRSEQ | {"normalize_before": False, "normalize_embedding": True},
     ),
     "mbart": (
         "MBart",
@@ -167,6 +166,8 @@ def write(case: str, folder: Path, *, spare: int | None = None) -> Any:
             bias = model.final_logits_bias
             bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
         _end_sentences(model, config, min(len(vocabulary), len(target)))
+    if case == "bart":  # as in facebook/bart-large-cnn's generation_config.json
+        model.generation_config.forced_bos_token_id = vocabulary["<s>"]
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     if name == "Marian":

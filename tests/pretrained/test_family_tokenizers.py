@@ -151,6 +151,8 @@ def pair(tmp_path_factory) -> Callable[[str, bool], tuple[Any, Tokenizer]]:
             if resaved:
                 theirs.save_pretrained(folder / "saved")
             found = folder / ("saved" if resaved else "original")
+            if case == "madlad" and resaved:  # the file makes its tags special tokens
+                theirs = type(theirs).from_pretrained(found)
             # T5 has more rows than tokens.
             vocabulary = theirs.get_vocab()
             write_config(case, found, max(vocabulary.values()) + 9, vocabulary.get("de_DE", 0))
@@ -173,7 +175,8 @@ def expected(theirs: Any, ours: Tokenizer, line: str) -> list[int]:
     """Ids of the text alone."""
     before, after = around(ours, line)
     ids = theirs(line).input_ids
-    assert ids[: len(before)] == before and ids[len(ids) - len(after) :] == after
+    assert theirs.convert_ids_to_tokens(ids[: len(before)]) == ours.source.tokens(before)
+    assert theirs.convert_ids_to_tokens(ids[len(ids) - len(after) :]) == ours.source.tokens(after)
     # In the text, <s>, </s> and <pad> are unknown tokens here.
     return ours.source.vocabulary.without_controls(ids[len(before) : len(ids) - len(after)])
 
