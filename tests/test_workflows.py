@@ -37,6 +37,17 @@ def test_jobs_depend_on_existing_jobs_and_targets(path: Path) -> None:
     assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
 
 
+def test_named_test_files_exist() -> None:
+    """In the Makefile, and in the order of slow files."""
+    files = [ROOT / "Makefile", ROOT / "tests" / "conftest.py"]
+    makefile, conftest = (file.read_text() for file in files)
+    slow = re.findall(r'^        "([\w/]+)",$', conftest, re.MULTILINE)
+    names = re.findall(r"\btests(?:/\w+)+(?:\.\w+)?", makefile)
+    names += [f"tests/{name}.py" for name in slow]
+    assert len(slow) > 10 and len(names) > len(slow) + 10
+    assert not [name for name in names if not (ROOT / name).exists()]
+
+
 def test_the_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == project["version"]
