@@ -1,4 +1,5 @@
-"""Run the shell commands of README.md and the tutorials in a fresh clone: `make check-docs`.
+"""Run the shell commands of README.md and the tutorials in a fresh clone: `make check-docs`, or of
+single pages: `python docs/check_commands.py docs/tutorials/t5.md`.
 
 Every ```sh block runs, page by page. One after `<!-- not run: REASON -->` does not;
 its reason is printed.
@@ -32,7 +33,8 @@ def script(page: Path) -> str:
 
 
 def main() -> int:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+    pages = [ROOT / name for name in sys.argv[1:]]
+    pages = pages or [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
     clone = Path(tempfile.mkdtemp(prefix="check-docs-"))
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     failed = []

@@ -18,7 +18,8 @@ extensions = [
     "sphinx.ext.napoleon",  # docstrings in Google's style
     "sphinx.ext.viewcode",
 ]
-include_patterns = ["C*.md", "SECURITY.md", "docs/*.md", "docs/tutorials/*.md", "notebooks/*.ipynb"]
+include_patterns = ["C*.md", "SECURITY.md", "docs/*.md", "docs/log/*.md"]
+include_patterns += ["docs/tutorials/*.md", "notebooks/*.ipynb"]
 exclude_patterns = [  # folders without pages: .venv, runs, ...
     path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "notebooks")
 ]
@@ -53,7 +54,8 @@ PICTURE = re.compile(
 def setup(app: Sphinx) -> None:
     """Keep Napoleon from parsing the text before a colon in a field's first line as its type, by
     adding an empty comment as the first line. Fields also have no emphasis (*) and no links (_), as
-    --help shows them. Switch each <picture> with the site's theme.
+    --help shows them. Switch each <picture> with the site's theme. Pages of the log are reached by
+    links alone.
     """
 
     def add_line(_: Sphinx, kind: str, *rest: list[str]) -> None:
@@ -61,8 +63,10 @@ def setup(app: Sphinx) -> None:
             escaped = [re.sub(r"\*|_(?=\s)", r"\\\g<0>", line) for line in rest[-1]]
             rest[-1][:] = ["..", "", *escaped]
 
-    def follow_theme(_: Sphinx, __: str, source: list[str]) -> None:
+    def adapt(_: Sphinx, name: str, source: list[str]) -> None:
         source[0] = PICTURE.sub(r"![\3](\1){.only-dark} ![\3](\2){.only-light}", source[0])
+        if name.startswith("docs/log/"):
+            source[0] = f"---\norphan: true\n---\n{source[0]}"
 
     app.connect("autodoc-process-docstring", add_line, priority=100)
-    app.connect("source-read", follow_theme)
+    app.connect("source-read", adapt)

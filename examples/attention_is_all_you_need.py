@@ -41,7 +41,7 @@ class Config(NamedTuple):
     warmup_steps: int = 4000
 
 
-SMALL = Config(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.0, warmup_steps=400)
+SMALL = Config(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.0, warmup_steps=800)
 
 
 def init_parameters(config: Config, key: Array) -> Any:
@@ -352,5 +352,5 @@ def main(folder: Path, steps: int, batch_size: int = 128, num_merges: int = 120)
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path("data/numbers"))
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=2500)
     main(**vars(parser.parse_args()))

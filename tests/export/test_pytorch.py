@@ -1,6 +1,6 @@
 """Comparison with PyTorch: outputs, gradients, losses and translations for the same weights.
 
-``python -m pytest tests/export/test_pytorch.py -s`` prints the table in docs/results.md.
+``python -m pytest tests/export/test_pytorch.py -s`` prints a table (docs/log has one).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Python blocks of docs/pretrained.md run on small pretrained models with random weights."""
+"""Python blocks of docs/pretrained.md, and one of docs/python.md, run on small random models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.test_library_examples import blocks
 from transformer_jax.export.__main__ import main
 from transformer_jax.pretrained.loading import import_into, load_model
 
-TRANSLATE, STEP, CONVERTED = blocks("docs/pretrained.md")
+[TRANSLATE] = [block for block in blocks("docs/python.md") if "nllb" in block.code]
+STEP, CONVERTED = blocks("docs/pretrained.md")
 
 
 @pytest.fixture(
