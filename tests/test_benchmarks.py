@@ -1,5 +1,6 @@
 """Benchmarks: toy sizes, ratios, agreement of engines."""
 
+import ast
 import json
 import math
 import os
@@ -339,6 +340,16 @@ def test_kernels_of_other_libraries_get_harmless_masks(kind: str) -> None:
     for other in (found(attention.plain, attention.seeing(mask_B1TS)), found(splash, mask_B1TS)):
         for x, y in zip(expected, other, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem
+)
+def test_imported_names_exist(path: Path) -> None:
+    """Also those that a function imports: `make test` does not run every benchmark."""
+    statements = ast.walk(ast.parse(path.read_text()))
+    imports = [x for x in statements if isinstance(x, ast.Import | ast.ImportFrom)]
+    exec("\n".join(map(ast.unparse, imports)), {})
 
 
 def test_chart_of_the_table_in_the_documentation(tmp_path: Path) -> None:

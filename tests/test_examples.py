@@ -65,6 +65,7 @@ def test_examples_are_short_and_show_their_command(path: Path) -> None:
     assert f'run("{path.stem}"' in Path(__file__).read_text(), "an example that no test runs"
 
 
+@pytest.mark.exhaustive
 def test_copy_task(run: Callable[..., str]) -> None:
     printed = run("copy_task", num_layers=1, steps=100)
     [loss] = re.findall(r"^step 100: loss (.*)$", printed, re.MULTILINE)
