@@ -26,7 +26,7 @@ from .model.attention import MultiHeadAttention, attention_mask, dot_product_att
 from .model.kv_cache import DecoderCache
 from .model.layers import Decoder, DecoderLayer, Embedding, Encoder, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
-from .model.transformer import Transformer
+from .model.transformer import Transformer, model_from_arrays, parameter_shapes
 from .pretrained.loading import load_model, local_workdir
 from .runs.model_folder import save_model
 from .serving.async_translator import AsyncTranslator
@@ -121,6 +121,8 @@ __all__ = [
     "local_workdir",
     "make_mesh",
     "make_optimizer",
+    "model_from_arrays",
+    "parameter_shapes",
     "parse_flags",
     "read_lines",
     "read_pairs",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
 
+from transformer_jax.devices.sharding import map_named, parameter_name
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import Projection, attention_mask
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
@@ -341,6 +344,42 @@ def abstract_model(config: ModelConfig) -> AbstractModel:
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(model, nnx.Param)
     return AbstractModel(graph, nnx.to_pure_dict(parameters))
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by name, such as ``decoder.layers.0.feed_forward.inner.
+    kernel``. docs/library.md lists names and axes.
+    """
+    leaves, _ = jax.tree.flatten_with_path(abstract_model(config).parameters)
+    return {parameter_name(path): leaf.shape for path, leaf in leaves}
+
+
+def model_from_arrays(config: ModelConfig, arrays: Mapping[str, ArrayLike]) -> Transformer:
+    """Build a model from arrays by parameter name, for example weights of your own PyTorch model.
+
+    Raises ``UserError`` unless the names and shapes are those of ``parameter_shapes(config)``.
+    """
+    shapes = parameter_shapes(config)
+    missing = sorted(shapes.keys() - arrays.keys())
+    unknown = sorted(arrays.keys() - shapes.keys())
+    if missing or unknown:
+        raise UserError(
+            f"The arrays lack {len(missing)} parameters of the model "
+            f"({', '.join(missing[:3]) or 'none'}) and have {len(unknown)} others "
+            f"({', '.join(unknown[:3]) or 'none'}); expected the names of "
+            "parameter_shapes(config). Rename arrays, or change the config."
+        )
+    for name, shape in shapes.items():
+        array = np.asarray(arrays[name])
+        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
+            raise UserError(
+                f"{name} is {array.dtype} with shape {list(array.shape)}; expected floating point "
+                f"with shape {list(shape)}. A linear layer of PyTorch stores [out, in]: transpose "
+                "its weight, then reshape it."
+            )
+    graph, parameters = abstract_model(config)
+    values = map_named(lambda name, _: jnp.array(arrays[name], jnp.float32), parameters)
+    return nnx.merge(graph, values)
 
 
 def with_cast_weights(model: M, weights: str = "auto") -> M:

@@ -18,7 +18,7 @@ from flax import nnx
 
 from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer, abstract_model
+from transformer_jax.model.transformer import Transformer, abstract_model, parameter_shapes
 from transformer_jax.pretrained.files import LazyArray
 from transformer_jax.settings.config import ModelConfig
 
@@ -128,11 +128,6 @@ def _check_layers(
                 f"{where} have no tensor for {prefix.rstrip('.')}; expected {count} layers in the "
                 f"{side}. Use weights and settings of the same model."
             )
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters by name."""
-    return {name: x.shape for name, x in _by_name(abstract_model(config).parameters)}
 
 
 def with_parameters(config: ModelConfig, parameters: Mapping[str, Any]) -> Transformer:
