@@ -106,6 +106,7 @@ def test_the_service_names_its_extra(installed: Path, trained: Path, tmp_path: P
     assert "--max-queue" in run([*command, "--help"], tmp_path, PYTHONPATH=path)
 
 
+@pytest.mark.exhaustive
 def test_the_service_runs_without_the_clone(installed: Path, trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, installed / "bin" / "transformer-serve", "--workdir", trained]
     command += ["--languages", "en-de"]

@@ -80,6 +80,7 @@ def test_the_package_translates_as_the_model_does(exported, joint, lines, tmp_pa
     assert len(set(texts)) > 3
 
 
+@pytest.mark.exhaustive
 def test_argos_translate_runs_the_package(exported, joint, lines, tmp_path, monkeypatch) -> None:
     """Without its sentence splitter, whose models come from the network."""
     pytest.importorskip("minisbd")
