@@ -245,7 +245,6 @@ sys.exit(run_program(main))
     assert not (tmp_path / "run" / "checkpoints" / "0").exists()
 
 
-@pytest.mark.exhaustive
 def test_a_script_that_ends_during_compilation_waits_for_it() -> None:
     """C++ would abort if Python exited while one of its threads is running."""
     program = """
