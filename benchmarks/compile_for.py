@@ -189,10 +189,10 @@ def lowered_search(engine: Engine, sharding: Any = None) -> jax.stages.Lowered:
     """Lower the search of an engine's first bucket, for the device of ``sharding`` if given."""
     bucket = engine.buckets[0]
     with jax.disable_jit():  # a function with compiler options cannot be inside another
-        rows, block = jax.eval_shape(lambda: (engine.new_rows(bucket), engine.encode(bucket, {})))
+        rows, encoded = jax.eval_shape(lambda: (engine.new_rows(bucket), engine.encode(bucket, [])))
     given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (engine._weights, rows, block, np.int32(0), np.int32(0)),
+        (engine._weights, rows, encoded, *[np.int32(0)] * 3),
     )
     return engine._compiled.admit_and_decode.lower(*given)
 

@@ -147,9 +147,9 @@ def start_search(job: Answer) -> Engine:
     lines, [engine] = list(read_lines(job["input"])), translator.engines
     sentences = list(map(Sentence, translator.tokenizer.source.encode(lines)))
     bucket = engine.bucket_of(max(sentences, key=lambda sentence: len(sentence.tokens)))
-    arguments = engine._weights, engine.new_rows(bucket), engine.encode(bucket, {})
-    limits = np.int32(0), np.int32(0)
-    program = engine._compiled.admit_and_decode.lower(*arguments, *limits).compile().as_text()
+    arguments = engine._weights, engine.new_rows(bucket), engine.encode(bucket, [])
+    counts = [np.int32(0)] * 3
+    program = engine._compiled.admit_and_decode.lower(*arguments, *counts).compile().as_text()
 
     def run() -> Answer:
         engine.search(sentences)

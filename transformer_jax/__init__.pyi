@@ -12,6 +12,7 @@ from .decoding.engine import Engine
 from .decoding.ensemble import Ensemble
 from .decoding.length_buckets import Bucket
 from .decoding.sampling import Sampling
+from .decoding.scheduler import SearchFailed
 from .decoding.search import (
     Hypothesis,
     SearchResult,
@@ -30,7 +31,6 @@ from .model.transformer import Transformer, model_from_arrays, parameter_shapes
 from .pretrained.loading import load_model, local_workdir
 from .runs.model_folder import save_model
 from .serving.async_translator import AsyncTranslator
-from .serving.workers import SearchFailed
 from .settings.config import (
     BatchConfig,
     Config,

@@ -15,13 +15,7 @@ from flax import struct
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import (
-    EMPTY,
-    Found,
-    Rows,
-    admit_and_decode,
-    resized,
-)
+from transformer_jax.decoding.continuous_batching import Rows, admit_and_decode, moved
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import results, search
 
@@ -50,7 +44,7 @@ results_of = jax.jit(lambda finished: results(finished, chains.PAD))
 
 @functools.cache
 def compiled(method, model, batch_size):
-    """Jitted functions that make empty rows and that admit_and_decode a block."""
+    """Jitted functions that start sentences, and that admit encoded sentences to rows."""
 
     @jax.jit
     def start(limit_B, seed_B):
@@ -58,59 +52,74 @@ def compiled(method, model, batch_size):
         return method.start(limit_B, max_length=LENGTH, prefix_BP=prefix_BP, seed_B=seed_B)
 
     @jax.jit
-    def seat_block(toys, rows, block, most, enough):
+    def admit(toys, rows, encoded, *counts):
         step = functools.partial(model.step, toys)
-        return admit_and_decode(method, step, rows, block, most, enough)
+        return admit_and_decode(method, step, rows, encoded, *counts)
 
-    return start, seat_block
+    return start, admit
 
 
 def new_rows(method, batch_size, model=TOY_MODEL):
     nobody = np.zeros(batch_size, np.int32)
     cache = model.start_cache(nobody, beam_size=method.beam_size)
-    state = compiled(method, model, batch_size)[0](nobody, nobody)
-    return Rows(np.full(batch_size, EMPTY), state, cache)
+    return Rows(compiled(method, model, batch_size)[0](nobody, nobody), cache)
 
 
-def new_block(method, sentences, block_size, limits, model=TOY_MODEL):
-    sentences = np.array([*sentences, *[EMPTY] * (block_size - len(sentences))], np.int32)
-    known = np.maximum(sentences, 0)
-    limit_Q = np.where(sentences >= 0, limits[known], 0)
-    state = compiled(method, model, block_size)[0](limit_Q, known)
-    return Rows(sentences, state, model.start_cache(known, beam_size=method.beam_size))
+def encode(method, sentences, encode_batch_size, limits, model=TOY_MODEL):
+    padding = [0] * (encode_batch_size - len(sentences))
+    sentences = np.array([*sentences, *padding], np.int32)
+    state = compiled(method, model, encode_batch_size)[0](limits[sentences], sentences)
+    return Rows(state, model.start_cache(sentences, beam_size=method.beam_size))
 
 
 def search_in_rows(
-    method, order, *, batch_size, block_size, counts=None, limits=LIMITS, toys=TOYS, model=TOY_MODEL
+    method,
+    order,
+    *,
+    batch_size,
+    encode_batch_size,
+    counts=None,
+    limits=LIMITS,
+    toys=TOYS,
+    model=TOY_MODEL,
 ):
-    """Search the sentences in this order, block by block; block i holds ``counts[i]`` sentences.
-    Returns the hypotheses by sentence number, the number of steps, and the final rows.
+    """Search the sentences in this order, some at a time; batch i of encoded sentences holds
+    ``counts[i]``. Returns the hypotheses by sentence number, the number of steps, and the rows.
     """
-    _, seat_block = compiled(method, model, batch_size)
-    counts = counts or [block_size] * -(-len(order) // block_size)
-    rows, num_steps = new_rows(method, batch_size, model), 0
+    _, admit = compiled(method, model, batch_size)
+    counts = counts or [encode_batch_size] * -(-len(order) // encode_batch_size)
+    rows = new_rows(method, batch_size, model)
+    sentence_in_row = {}
+    num_steps = 0
     found = {}
-    firsts = range(0, len(order), block_size)
+    firsts = range(0, len(order), encode_batch_size)
     for first, count in [*zip(firsts, counts, strict=True), (0, 0)]:
-        its = new_block(method, order[first : first + count], block_size, limits, model)
-        most = np.int32(0 if count else 10**6)
-        rows, left, its_steps = seat_block(toys, rows, its, most, np.int32(batch_size))
-        num_steps += int(its_steps)
-        add(found, left)
+        sentences = order[first : first + count]
+        encoded = encode(method, sentences, encode_batch_size, limits, model)
+        limits_of_call = np.int32([count, 0 if count else 10**6, batch_size])
+        rows, admitted, steps = admit(toys, rows, encoded, *limits_of_call)
+        num_steps += int(steps)
+        hypotheses = read(admitted.results)
+        for place, sentence in enumerate(sentences):
+            row = int(admitted.row_Q[place])
+            if row in sentence_in_row:
+                found[sentence_in_row[row]] = hypotheses[place]
+            sentence_in_row[row] = int(sentence)
     assert rows.state.done_B.all()
-    add(found, Found(rows.number_B, results_of(rows.state.finished)))
-    return found, num_steps, rows
+    hypotheses = read(results_of(rows.state.finished))
+    return (
+        found | {sentence: hypotheses[row] for row, sentence in sentence_in_row.items()},
+        num_steps,
+        rows,
+    )
 
 
-def add(found, left):
-    """Add the hypotheses by sentence number; None for NaN."""
-    left = jax.device_get(left)
-    numbers, is_nan = left.number_R, np.isnan(left.results.scores_BN[:, 0])
-    assert not found.keys() & set(numbers.tolist())
-    found |= dict.fromkeys(numbers[is_nan].tolist())
-    sound = chains.hypotheses(jax.tree.map(lambda x: x[~is_nan], left.results))
-    found |= zip(numbers[~is_nan].tolist(), sound, strict=True)
-    found.pop(EMPTY, None)
+def read(results):
+    """Hypotheses of each sentence; None for NaN."""
+    results = jax.device_get(results)
+    is_nan = np.isnan(results.scores_BN[:, 0])
+    sound = iter(chains.hypotheses(jax.tree.map(lambda x: x[~is_nan], results)))
+    return [None if nan else next(sound) for nan in is_nan]
 
 
 def one_batch(method):
@@ -130,17 +139,19 @@ def alone():
     return one_batch(BEAM)
 
 
-@pytest.mark.parametrize(("batch_size", "block_size"), [(1, 1), (4, 4), (33, 8), (48, 48)])
-def test_results_equal_those_of_one_batch(alone, batch_size, block_size):
+@pytest.mark.parametrize(("batch_size", "encode_batch_size"), [(1, 1), (4, 4), (33, 8), (48, 48)])
+def test_results_equal_those_of_one_batch(alone, batch_size, encode_batch_size):
     order = np.random.default_rng(batch_size).permutation(SENTENCES)
-    found, _, _ = search_in_rows(BEAM, order, batch_size=batch_size, block_size=block_size)
+    found, _, _ = search_in_rows(
+        BEAM, order, batch_size=batch_size, encode_batch_size=encode_batch_size
+    )
     assert found == dict(enumerate(alone))
 
 
 @pytest.mark.parametrize("method", [REPEATS, PATIENT, SAMPLES])
 def test_refilled_rows_keep_no_tokens_seeds_or_counts(alone, method):
     order = np.random.default_rng(7).permutation(SENTENCES)
-    found, _, _ = search_in_rows(method, order, batch_size=4, block_size=4)
+    found, _, _ = search_in_rows(method, order, batch_size=4, encode_batch_size=4)
     expected = one_batch(method)
     assert expected != alone
     assert found == dict(enumerate(expected))
@@ -150,7 +161,7 @@ def test_rows_recover_from_nan(alone):
     with_nan = TOYS.copy()
     with_nan[::3, 1:] = np.nan
     order = np.arange(SENTENCES)
-    found, _, _ = search_in_rows(BEAM, order, batch_size=4, block_size=4, toys=with_nan)
+    found, _, _ = search_in_rows(BEAM, order, batch_size=4, encode_batch_size=4, toys=with_nan)
     assert found == {
         i: None if i % 3 == 0 and limit > 1 else its
         for i, (its, limit) in enumerate(zip(alone, LIMITS, strict=True))
@@ -158,20 +169,22 @@ def test_rows_recover_from_nan(alone):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "block_size", "counts"),
+    ("batch_size", "encode_batch_size", "counts"),
     [
         *((16, 16, np.clip(n - 16 * np.arange(3), 0, 16).tolist()) for n in (1, 5, 16, 47)),
         *((16, 16, counts) for counts in ([5, 0, 16], [0, 0, 1], [1, 2, 0], [0, 0, 0])),
-        (33, 8, [7, 8, 8, 5, 2, 3]),  # refills two rows at a time, from blocks of odd sizes
+        (33, 8, [7, 8, 8, 5, 2, 3]),  # refills two rows at a time, in odd numbers
     ],
 )
-def test_blocks_may_end_early(alone, batch_size, block_size, counts):
+def test_encoded_batches_may_end_early(alone, batch_size, encode_batch_size, counts):
     order = np.arange(SENTENCES)
     found, num_steps, _ = search_in_rows(
-        BEAM, order, batch_size=batch_size, block_size=block_size, counts=counts
+        BEAM, order, batch_size=batch_size, encode_batch_size=encode_batch_size, counts=counts
     )
     assert found == {
-        i: its for i, its in enumerate(alone) if i % block_size < counts[i // block_size]
+        i: its
+        for i, its in enumerate(alone)
+        if i % encode_batch_size < counts[i // encode_batch_size]
     }
     if batch_size >= len(found):  # all begin at once
         assert num_steps <= LENGTH
@@ -180,21 +193,22 @@ def test_blocks_may_end_early(alone, batch_size, block_size, counts):
 def test_sentences_with_a_limit_of_0_do_not_stop_others(alone):
     limits = np.where(np.arange(SENTENCES) % 5 == 0, 0, LIMITS)
     order = np.arange(SENTENCES)
-    found, _, _ = search_in_rows(BEAM, order, batch_size=4, block_size=4, limits=limits)
+    found, _, _ = search_in_rows(BEAM, order, batch_size=4, encode_batch_size=4, limits=limits)
     assert found == {i: [] if i % 5 == 0 else its for i, its in enumerate(alone)}
 
 
 @pytest.mark.parametrize(("most", "enough"), [(3, 99), (99, 2), (99, 99), (0, 5)])
-def test_steps_after_a_block_is_seated(most, enough):
+def test_steps_after_all_sentences_are_admitted(most, enough):
     """Steps stop after ``most`` steps, or once ``enough`` sentences or all are done."""
     limits = np.array([2, 5, 7, 9])
-    _, seat_block = compiled(TO_THE_LIMIT, TOY_MODEL, 4)
-    rows, block = new_rows(TO_THE_LIMIT, 4), new_block(TO_THE_LIMIT, range(4), 4, limits)
-    rows, left, num_steps = seat_block(TOYS, rows, block, np.int32(most), np.int32(enough))
+    _, admit = compiled(TO_THE_LIMIT, TOY_MODEL, 4)
+    rows = new_rows(TO_THE_LIMIT, 4)
+    encoded = encode(TO_THE_LIMIT, range(4), 4, limits)
+    rows, admitted, num_steps = admit(TOYS, rows, encoded, *np.int32([4, most, enough]))
     steps = min(most, {2: 5}.get(enough, 9))
     assert num_steps == steps
     assert rows.state.done_B.tolist() == [steps >= x for x in limits]
-    assert (left.number_R == EMPTY).all()
+    assert admitted.row_Q.tolist() == [0, 1, 2, 3]
 
 
 def test_inputs_of_idle_rows_stay_in_the_vocabulary():
@@ -221,7 +235,12 @@ def test_inputs_of_idle_rows_stay_in_the_vocabulary():
 
     limits = np.array([LENGTH, LENGTH - 1, LENGTH])
     _, _, rows = search_in_rows(
-        TO_THE_LIMIT, np.arange(3), batch_size=2, block_size=3, limits=limits, model=Watched()
+        TO_THE_LIMIT,
+        np.arange(3),
+        batch_size=2,
+        encode_batch_size=3,
+        limits=limits,
+        model=Watched(),
     )
     assert (rows.cache.lowest_BW >= 0).all() and (rows.cache.lowest_BW < VOCAB).all()
 
@@ -230,7 +249,11 @@ def test_few_slots_are_wasted():
     lengths = np.sort(np.random.default_rng(2).integers(2, LENGTH + 1, SENTENCES))[::-1]
     (found, static, _), (_, refilled, _) = (
         search_in_rows(
-            TO_THE_LIMIT, np.arange(SENTENCES), batch_size=size, block_size=size, limits=lengths
+            TO_THE_LIMIT,
+            np.arange(SENTENCES),
+            batch_size=size,
+            encode_batch_size=size,
+            limits=lengths,
         )
         for size in (48, 4)
     )
@@ -238,12 +261,9 @@ def test_few_slots_are_wasted():
     assert 4 * refilled * 0.9 <= used < 48 * static * 0.7
 
 
-@pytest.mark.parametrize(
-    ("done_B", "numbers"), [([0, 1, 0], [7, 9]), ([0, 0, 0], [7, 8, 9, EMPTY, EMPTY])]
-)
-def test_resized_rows_hold_the_running_sentences_and_are_idle_otherwise(done_B, numbers):
-    rows = new_rows(BEAM, 3)._replace(number_B=np.array([7, 8, 9]))
-    rows = rows._replace(state=rows.state._replace(done_B=np.array(done_B, bool)))
-    found = resized(rows, len(numbers))
-    assert found.number_B.tolist() == numbers
-    assert found.state.done_B.tolist() == [number == EMPTY for number in numbers]
+def test_moved_rows_hold_the_same_sentences_and_are_idle_otherwise():
+    rows = new_rows(BEAM, 3)
+    state = rows.state._replace(seed_B=np.uint32([7, 8, 9]), done_B=np.array([False, True, False]))
+    found = moved(rows._replace(state=state), np.array([2, 0, -1, -1]))
+    assert found.state.seed_B[:2].tolist() == [9, 7]
+    assert found.state.done_B.tolist() == [False, False, True, True]

@@ -14,7 +14,8 @@ from flax import nnx
 
 from benchmarks import hlo
 from benchmarks.compile_for import lowered_search
-from transformer_jax.decoding.engine import _COMPILER_OPTIONS, Engine, search_together
+from transformer_jax.decoding.compiled_search import COMPILER_OPTIONS
+from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.errors import UserError
@@ -83,7 +84,7 @@ def tokens(found):
 def as_users_compile(engine):
     """Compile with XLA's default code generator, which decides how numbers are rounded."""
     search, backend = engine._search, jax.default_backend()
-    exact = {"compiler_options": _COMPILER_OPTIONS.get(backend, {}) | USERS_CODE_GENERATOR}
+    exact = {"compiler_options": COMPILER_OPTIONS.get(backend, {}) | USERS_CODE_GENERATOR}
     engine._compiled = engine._compiled._replace(
         encode=jax.jit(search.encode, static_argnames="bucket", **exact),
         admit_and_decode=jax.jit(search.admit_and_decode, **exact),

@@ -16,7 +16,7 @@ from reference import against_reference, with_gradients
 
 from benchmarks.hlo import collectives
 from transformer_jax.decoding.engine import Engine
-from transformer_jax.decoding.length_buckets import make_block
+from transformer_jax.decoding.length_buckets import pad_batch
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.devices.sharding import batch_sharding, make_mesh
 from transformer_jax.model import attention_kernel
@@ -289,9 +289,9 @@ def test_programs_of_one_device_use_the_kernel_beside_other_devices(
     else:
         engine = Engine(model, DecodingConfig(batch_size=4))
         bucket = engine.buckets[0]
-        block = make_block(
+        block = pad_batch(
             bucket,
-            {i: Sentence([5] * 23) for i in range(4)},
+            [Sentence([5] * 23)] * 4,
             lambda _: 24,
             engine.method,
         )

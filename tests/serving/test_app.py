@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import chain, product
 from typing import Any
 from unittest.mock import Mock
@@ -20,14 +19,13 @@ import pytest
 from random_models import make_model
 from servers import CONFIG, LINES, Server, make_model_to_serve, serving
 
+from transformer_jax.decoding.scheduler import SearchFailed, Task
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.serving.answering import Answering, PlannedText
 from transformer_jax.serving.async_translator import AsyncTranslator
 from transformer_jax.serving.flags import Pair
-from transformer_jax.serving.live_rows import LiveRows
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
-from transformer_jax.serving.workers import Entry, SearchFailed
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.requests import Request, Translation
@@ -590,10 +588,14 @@ def test_limits_are_reported(strict: Server) -> None:
 def test_full_queues_and_timeouts_are_rejected(
     strict: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rows in strict.service.models[Pair("en", "de")].workers._searches[0]:
-        turn = partial(LiveRows.turn, rows, max_steps=1)
-        slowly = partial(lambda its, entries, max_steps: time.sleep(0.2) or its(entries), turn)
-        monkeypatch.setattr(rows, "turn", slowly)
+    [scheduler] = strict.service.models[Pair("en", "de")].workers.schedulers
+    for batch in scheduler.batches:
+
+        def decode_slowly(admitted, *, decode=batch.decode, max_steps, **limits):
+            time.sleep(0.2)
+            decode(admitted, max_steps=min(max_steps, 1), **limits)
+
+        monkeypatch.setattr(batch, "decode", decode_slowly)
     with ThreadPoolExecutor(3) as clients:
         replies = list(clients.map(lambda _: strict.ask(q=LINES[6:9]), range(3)))
     assert [reply.status for reply in replies] == [503] * 3
@@ -629,11 +631,11 @@ def test_requests_fail_during_compilation_and_after_a_failure(translator) -> Non
                 time.sleep(0.01)
             assert server.ask(q="one").status == 200
 
-            def fail(*_):
+            def fail(*_, **__):
                 raise RuntimeError("out of memory")
 
-            for rows in model.workers._searches[0]:
-                rows.turn = fail
+            for batch in model.workers.schedulers[0].batches:
+                batch.decode = fail
             reply = server.ask(q="one")
             assert reply.status == 503 and "Restart the server" in reply.json["error"]
             assert server.request("GET", "/health").status == 503
@@ -695,16 +697,19 @@ def test_metrics_count_all_pairs_and_devices(
     busy = 0
     for each in models.values():
         workers = each.workers
-        assert len(workers._searches) == num_devices
-        for search in chain(*workers._searches):  # as many as there is room for
-            for number in range(config.batch_size // num_devices):
-                search.running[number] = Entry(Sentence([5]))
+        assert len(workers.schedulers) == num_devices
+        for scheduler in workers.schedulers:
+            [batch] = scheduler.batches
+            batch._tasks = []
+            for _ in range(config.batch_size // num_devices):  # as many as there is room for
+                batch._tasks.append(Task(Sentence([5])))
                 busy += 1
                 assert figures() == [rows, busy, 0]
     assert busy == rows
     for waiting in range(1, 5):
         workers = models[pairs[waiting % num_pairs]].workers
-        next(iter(workers._waiting.values())).append(Entry(Sentence([5])))
+        scheduler = workers.schedulers[waiting % num_devices]
+        scheduler.submit(Sentence([5]), scheduler.batches[0].bucket)
         assert figures() == [rows, busy, waiting]
 
 

@@ -109,8 +109,8 @@ def test_search_flags_apply(workdir) -> None:
     flags = ["--beam-size", "2", "--patience", "1", "--max-length", "5", "--suppress", "O"]
     service = _load(*checked_flags(["--workdir", str(workdir), *FLAGS, *flags]))
     [model] = service.models.values()
-    [[search], *_] = model.workers._searches
-    assert search._settings == before | {
+    [batch] = model.workers.schedulers[0].batches
+    assert batch.model.search_settings == before | {
         **{"beam_size": 2, "patience": 1.0, "max_decoding_length": 5},
         "suppress_sequences": [["<pad>"], ["O"]],
     }

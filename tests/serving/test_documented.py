@@ -13,7 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 
-from transformer_jax.serving import query_reader, service, workers
+from transformer_jax.decoding import scheduler
+from transformer_jax.serving import query_reader, service
 from transformer_jax.serving.__main__ import UVICORN
 from transformer_jax.serving.flags import Arguments
 from transformer_jax.serving.log_limit import LogLimit
@@ -100,8 +101,8 @@ FIGURES: dict[str, tuple[float, ...]] = {
     ),
     r"\| headers \| (\d+) KB": (UVICORN["h11_max_incomplete_event_size"] / 1024,),
     r"up to (eight) decoding\s+steps at a time \(up to (\d+) with one row\)": (
-        workers._STEPS,
-        workers._STEPS_OF_ONE,
+        scheduler.STEPS_PER_READ,
+        scheduler.STEPS_PER_READ_OF_ONE_ROW,
     ),
     r"sends no complete headers for (\d+) seconds": (Protocol.header_timeout,),
     r"(\d+) warnings of a kind in (\d+) seconds": (LogLimit.burst, LogLimit.seconds),

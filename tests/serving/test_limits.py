@@ -451,10 +451,13 @@ def test_shutdown_answers_what_has_arrived(
     server: Server, translator: Translator, impatient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running, waiting and streamed sentences finish; idle connections and new ones are closed."""
-    for rows in server.service.models[Pair("en", "de")].workers._searches[0]:
-        turn = rows.turn
-        slowly = lambda *args, turn=turn: time.sleep(0.1) or turn(*args)  # noqa: E731
-        monkeypatch.setattr(rows, "turn", slowly)
+    for batch in server.service.models[Pair("en", "de")].workers.schedulers[0].batches:
+
+        def decode_slowly(*args, decode=batch.decode, **limits):
+            time.sleep(0.1)
+            decode(*args, **limits)
+
+        monkeypatch.setattr(batch, "decode", decode_slowly)
     lines = LINES[:6]  # more than rows
     replies: dict[int, bytes] = {}
     with answering(App(server.service, timeout=60).asgi(), lifespan="off") as port:

@@ -1,166 +1,118 @@
-"""Live rows: sentences that join and leave a running search get the engine's results."""
+"""Search threads: all sentences end, whatever happens to a device."""
 
 from __future__ import annotations
 
-import dataclasses
-import random
-from types import SimpleNamespace
+import threading
+from collections.abc import Callable, Sequence
 
-import jax
-import numpy as np
 import pytest
-from random_models import make_model
 
-from transformer_jax.decoding.engine import Engine
-from transformer_jax.decoding.ensemble import Ensemble
-from transformer_jax.decoding.search import Sentence
-from transformer_jax.serving.live_rows import LiveRows
-from transformer_jax.serving.workers import Entry
-from transformer_jax.settings.config import DecodingConfig
+from transformer_jax import Bucket, Hypothesis, SearchFailed, Sentence, UserError
+from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task
+from transformer_jax.serving.workers import Workers
 
-VOCAB = 40
+BUCKET = Bucket((16,), rows=4)
+SENTENCES = [Sentence([number]) for number in range(40)]
 
 
-class Vocabulary:
-    """The part of a tokenizer that ``make_model`` uses."""
+class EchoBatch(RunningBatch):
+    """A device that returns each source; ``before`` is called with each batch of sentences."""
 
-    target = SimpleNamespace(vocab_size=VOCAB)
+    def __init__(self, before: Callable[[Sequence[Task]], object]):
+        self.bucket = BUCKET
+        self.num_rows = BUCKET.rows
+        self.before = before
+        self.num_compiled = 0
+        self._running: list[Task] = []
 
+    encode_batch_size = property(lambda self: 2)
+    running = property(lambda self: self._running)
 
-CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=24, batch_size=4)
-SENTENCES = [
-    Sentence(
-        np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 23).tolist(),
-        prefix=[5, 6, 7][: i % 4],
-        seed=i,
-    )
-    for i in range(30)
-]
+    def compile(self) -> None:
+        self.num_compiled += 1
 
+    def resize(self, count: int) -> None:
+        pass
 
-def live_rows(engine):
-    rows = LiveRows(engine, engine.buckets[0])
-    rows.compile()
-    return rows
+    def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
+        self._running += admitted
+        self.before(admitted)
 
+    def read(self) -> None:
+        for task in self._running:
+            task.finish([Hypothesis(list(task.sentence.tokens), 0.0, 0.0, [])])
+        self._running = []
 
-def search_live(rows, sentences, wanted, *, seed):
-    """Search with random arrivals, batch sizes and step counts. Returns each sentence's
-    hypotheses. Ten times a sentence is canceled and arrives again.
-    """
-    chance, length_of = random.Random(seed), rows.bucket.length_of
-    waiting = chance.sample(range(len(sentences)), len(sentences))
-    entries, left = {}, 0
-    while waiting or rows.running:
-        rows.resize(max(len(rows.running), chance.randint(1, CONFIG.batch_size)))
-        if waiting and chance.random() < 0.7:
-            length = length_of(sentences[waiting[0]])
-            same = [i for i in waiting if length_of(sentences[i]) == length]
-            same = same[: chance.randint(1, rows.bucket.block_size)]
-            for i in same:
-                waiting.remove(i)
-                entries[i] = Entry(sentences[i]._replace(wanted=wanted[i]))
-            rows.turn([entries[i] for i in same], 0)
-        running = [i for i, entry in entries.items() if entry in rows.running.values()]
-        if running and left < 10 and chance.random() < 0.5:
-            number = chance.choice(running)
-            waiting.append(number)
-            entries[number].future.cancel()
-            left += 1
-        rows.turn([], chance.randint(1, 9))
-    assert left == 10
-    return [entries[i].future.result(timeout=0) for i in range(len(sentences))]
+    def release(self) -> None:
+        pass
 
 
-@pytest.mark.parametrize(
-    ("num_models", "settings"),
-    [
-        (1, {}),
-        (2, {"beam_size": 1, "no_repeat_ngram": 2, "min_length": 3}),
-        pytest.param(
-            *(1, {"method": "sample", "temperature": 0.8, "top_k": 9}),
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-    ids=["beam", "greedy ensemble with rules", "sample"],
-)
-def test_results_equal_the_engines(num_models, settings):
-    config = dataclasses.replace(CONFIG, **settings)
-    models = [make_model(Vocabulary, seed=seed) for seed in (8, 9)[:num_models]]
-    model = Ensemble(models) if num_models > 1 else models[0]
-    engine = Engine(model, config, device=jax.devices()[0] if num_models > 1 else None)
-    rows = live_rows(engine)
-    compiled = (
-        engine._compiled.encode._cache_size(),
-        engine._compiled.admit_and_decode._cache_size(),
-    )
-    of_seeds = [
-        search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(2)
-    ]
-    assert compiled == (
-        engine._compiled.encode._cache_size(),
-        engine._compiled.admit_and_decode._cache_size(),
-    )
-    every = [sentence._replace(wanted=config.beam_size) for sentence in SENTENCES]
-    alone = engine.search(every)
-    for seed, found in enumerate(of_seeds):
-        for i, count in enumerate(wanted_by(seed, config)):
-            its = alone[i][:count]
-            assert [each.tokens for each in found[i]] == [each.tokens for each in its]
-            for got, expected in zip(found[i], its, strict=True):
-                assert got.score == pytest.approx(expected.score, abs=1e-5)
-                assert got.token_log_probs == pytest.approx(expected.token_log_probs, abs=1e-5)
+def make_workers(*before: Callable[[Sequence[Task]], object]) -> Workers:
+    return Workers([Scheduler([EchoBatch(each)]) for each in before], lambda _: BUCKET)
 
 
-def wanted_by(seed, config):
-    return [1 + (i + seed) % config.beam_size for i in range(len(SENTENCES))]
+def test_threads_share_the_sentences() -> None:
+    batches: list[list[Sequence[Task]]] = [[], []]
+    workers = make_workers(*(each.append for each in batches))
+    workers.start()
+    workers.start()  # does nothing
+    futures = [workers.submit(sentence) for sentence in SENTENCES]
+    found = [future.result(10) for future in futures]
+    assert [hypothesis.tokens for [hypothesis] in found] == [x.tokens for x in SENTENCES]
+    assert all(batches)
+    assert [each.batches[0].num_compiled for each in workers.schedulers] == [1, 1]  # type: ignore[attr-defined]
+    workers.close()
+    assert not workers.num_waiting and not workers.num_busy
+    with pytest.raises(SearchFailed, match="was closed"):
+        workers.submit(SENTENCES[0]).result(0)
 
 
-def test_sentences_move_to_the_fewest_rows_that_hold_them():
-    rows = live_rows(Engine(make_model(Vocabulary), CONFIG))
-    for count, expected in [(0, 1), (1, 1), (2, 2), (3, 4), (5, 4), (2, 2)]:
-        rows.resize(count)
-        assert rows.bucket.rows == len(rows._rows.number_B) == rows.num_idle == expected
+def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture) -> None:
+    """Waiting, running and later sentences fail, on all devices."""
+    goes_on = threading.Event()
+
+    def fail(_: Sequence[Task]) -> None:
+        goes_on.wait(10)
+        raise RuntimeError("out of memory")
+
+    workers = make_workers(fail, lambda _: goes_on.wait(10))
+    workers.start()
+    futures = [workers.submit(sentence) for sentence in SENTENCES]
+    futures[-1].cancel()
+    unfinished = [scheduler.num_unfinished for scheduler in workers.schedulers]
+    assert sorted(unfinished) == [19, 20]
+    goes_on.set()
+    with pytest.raises(SearchFailed, match="out of memory"):
+        futures[0].result(10)
+    workers.close()
+    for future in futures[:-1]:
+        assert future.done()
+    with pytest.raises(SearchFailed, match="out of memory"):
+        workers.submit(SENTENCES[0]).result(0)
+    assert str(workers.failure) == "out of memory"
+    assert "The search failed and must be restarted" in caplog.text
+    assert not any(thread.is_alive() for thread in workers._threads)
 
 
-def test_a_canceled_sentence_leaves_its_row():
-    rows = live_rows(Engine(make_model(Vocabulary), CONFIG))
-    entry = Entry(SENTENCES[3])
-    rows.turn([entry], 1)
-    assert rows.num_idle == rows.bucket.rows - 1 and not entry.future.done()
-    entry.future.cancel()
-    rows.turn([], 1)
-    assert rows.num_idle == rows.bucket.rows and not rows.running
-    assert rows._rows.state.done_B.all()
+def test_a_canceled_sentence_is_never_decoded() -> None:
+    goes_on = threading.Event()
+    decoded: list[int] = []
+
+    def wait(admitted: Sequence[Task]) -> None:
+        goes_on.wait(10)
+        decoded.extend(task.sentence.tokens[0] for task in admitted)
+
+    workers = make_workers(wait)
+    workers.start()
+    futures = [workers.submit(sentence) for sentence in SENTENCES[:10]]
+    assert futures[9].cancel()
+    goes_on.set()
+    for future in futures[:9]:
+        future.result(10)
+    workers.close()
+    assert decoded == list(range(9))
 
 
-@pytest.mark.parametrize("counter", ["numbers", "positions of idle rows"])
-def test_counters_do_not_overflow(counter):
-    """Numbers of sentences, and positions in rows that stay idle, are int32 on the device."""
-    engine = Engine(make_model(Vocabulary, seed=8), CONFIG)
-    rows = live_rows(engine)
-    expected = [[each.tokens for each in found] for found in engine.search(SENTENCES)]
-    for start in 2**31 - 5, 2**31 - 2:
-        if counter == "numbers":
-            rows.next_number = start
-        else:
-            rows.resize(CONFIG.batch_size)
-            state, cache = rows._rows.state, rows._rows.cache
-            late = np.full_like(state.position_B, start)
-            state = state._replace(position_B=late)
-            cache = dataclasses.replace(cache, position_B=late)
-            rows._rows = rows._rows._replace(state=state, cache=cache)
-        rows.turn([Entry(SENTENCES[0])], 9)  # in one row; the others stay idle
-        for counted in rows._rows.state, rows._rows.cache:
-            assert (np.asarray(counted.position_B) >= 0).all()
-        found = search_live(rows, SENTENCES, [1] * len(SENTENCES), seed=start)
-        assert [[each.tokens for each in hypotheses] for hypotheses in found] == expected
-
-
-def test_nan_parameters_give_no_hypotheses():
-    model = make_model(Vocabulary)
-    model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
-    rows = live_rows(Engine(model, CONFIG))
-    entry = Entry(SENTENCES[3])
-    rows.turn([entry], 3)
-    assert entry.future.result(timeout=0) == []
+def test_sentences_need_threads() -> None:
+    with pytest.raises(UserError, match="has not started; call start"):
+        make_workers(print).submit(SENTENCES[0])

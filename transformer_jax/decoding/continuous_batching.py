@@ -1,17 +1,15 @@
 """Continuous batching: when a sentence is done, a waiting sentence takes its row.
 
 A static batch runs until its longest sentence is done. ``admit_and_decode`` refills rows as soon as
-sentences finish. It is compiled once and has two callers. ``Engine.search`` passes it all sentences
-of a file, block by block, and reads the results at the end. ``AsyncTranslator`` passes it the
-sentences that have arrived and reads results every few steps.
+sentences finish, in a loop on the device: the host neither waits for a result nor chooses the rows.
+It learns the rows from the results, which it can read later.
 
-Shape suffixes (B, W, ...): ``search.py``. In addition, Q is the number of sentences in a
-block, and R is the number of rows refilled at a time.
+Shape suffixes (B, W, ...): ``search.py``. In addition, Q is the number of sentences that are
+encoded together, and R is the number of rows refilled at a time.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,117 +25,122 @@ from transformer_jax.decoding.search import (
     take_step,
 )
 
-EMPTY = -1
-
 
 class Rows(NamedTuple):
-    """Rows of a batch with running or finished sentences, or a block of Q sentences waiting for
-    rows, the last of which may be empty. B or Q is the first axis of every leaf.
+    """Rows of a batch with running or finished sentences, or Q encoded sentences waiting for rows.
+    B or Q is the first axis of every leaf.
     """
 
-    number_B: Array
-    """Number of the sentence in each row, or EMPTY."""
     state: SearchState
     cache: Any
-    """KV cache. In a block, only its source part is used."""
+    """KV cache. Of encoded sentences, only its source part is used."""
 
 
-class Found(NamedTuple):
-    """Results of the sentences in R rows. R is the first axis of every leaf."""
+class Admitted(NamedTuple):
+    """The rows of Q admitted sentences. Q is the first axis of every leaf."""
 
-    number_R: Array
+    row_Q: Array
     results: SearchResult
+    """Results of the sentences that were in these rows before."""
+
+
+class _Loop(NamedTuple):
+    """State of the loop over refills."""
+
+    rows: Rows
+    admitted: Admitted
+    num_admitted: Array
+    num_steps: Array
+    has_decoded: Array
+    """Whether the steps after the last refill are done."""
 
 
 def admit_and_decode(
-    method: Method, step_fn: StepFn, rows: Rows, block: Rows, max_steps: Array, stop_after: Array
-) -> tuple[Rows, Found, Array]:
-    """Assign a row to every sentence of the block, running steps until enough rows are idle. Then
-    run up to ``max_steps`` steps, stopping early once ``stop_after`` more sentences (or all) are
-    done.
+    method: Method,
+    step_fn: StepFn,
+    rows: Rows,
+    encoded: Rows,
+    num_encoded: Array,
+    max_steps: Array,
+    stop_after: Array,
+) -> tuple[Rows, Admitted, Array]:
+    """Assign a row to each of the first ``num_encoded`` sentences of ``encoded``, running steps
+    until enough rows are idle. Then run up to ``max_steps`` steps, stopping early once
+    ``stop_after`` more sentences (or all) are done.
 
-    Returns the rows, the results of the (up to Q) sentences that the block replaced, and the number
-    of steps. Each row's result is independent of other rows.
+    Returns the rows, the rows of the sentences, and the number of steps. Each row's result is
+    independent of other rows.
 
     Refilling waits until 1/16 of the rows are idle (1/8 on a GPU), or until enough rows are idle
-    for the rest of the block. The loops have no branches, because a branch would copy the caches.
+    for the remaining sentences. The loops have no branches, because a branch would copy the caches.
     """
-    B = len(rows.number_B)
-    least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
-    num_sentences = (block.number_B != EMPTY).sum()
+    B = len(rows.state.done_B)
+    Q = len(encoded.state.done_B)
+    min_idle = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
 
     def step(stepped: tuple[Rows, Array]) -> tuple[Rows, Array]:
-        (number_B, state, cache), num_steps = stepped
+        (state, cache), num_steps = stepped
         state, cache = take_step(method, step_fn, state, cache, reorder=type(cache).reorder)
-        return Rows(number_B, state, cache), num_steps + 1
+        return Rows(state, cache), num_steps + 1
 
-    def admit(carry: _Carry) -> _Carry:
-        num_waiting, num_idle_before = num_sentences - carry.next, carry.rows.state.done_B.sum()
+    def decode_and_refill(loop: _Loop) -> _Loop:
+        num_waiting = num_encoded - loop.num_admitted
+        num_idle_before = loop.rows.state.done_B.sum()
 
         def continues(stepped: tuple[Rows, Array]) -> Array:
             rows, num_steps = stepped
             num_idle = rows.state.done_B.sum()
-            admits = num_idle < jnp.minimum(least, num_waiting)
-            advances = num_steps - carry.num_steps < max_steps
-            advances &= num_idle - num_idle_before < stop_after
-            return (num_idle < B) & jnp.where(num_waiting > 0, admits, advances)
+            needs_rows = num_idle < jnp.minimum(min_idle, num_waiting)
+            has_steps = num_steps - loop.num_steps < max_steps
+            has_steps &= num_idle - num_idle_before < stop_after
+            return (num_idle < B) & jnp.where(num_waiting > 0, needs_rows, has_steps)
 
-        rows, num_steps = jax.lax.while_loop(continues, step, (carry.rows, carry.num_steps))
-        carry = carry._replace(rows=rows, num_steps=num_steps, has_advanced=num_waiting == 0)
-        return _admit(carry, block, num_sentences)
+        rows, num_steps = jax.lax.while_loop(continues, step, (loop.rows, loop.num_steps))
+        loop = loop._replace(rows=rows, num_steps=num_steps, has_decoded=num_waiting == 0)
+        return _refill(loop, encoded, num_encoded)
 
-    evicted = Found(jnp.full_like(block.number_B, EMPTY), block.state.finished)
-    carry = jax.lax.while_loop(
-        lambda carry: (carry.next < num_sentences) | ~carry.has_advanced,
-        admit,
-        _Carry(rows, jnp.int32(0), evicted, jnp.int32(0), max_steps <= 0),
-    )
-    found = Found(carry.evicted.number_R, results(carry.evicted.results, method.pad_id))
-    return carry.rows, found, carry.num_steps
-
-
-@partial(jax.jit, static_argnames="count")
-def resized(rows: Rows, count: int) -> Rows:
-    """Move the running sentences to ``count`` rows, which must be enough."""
-    B, place_R = len(rows.number_B), jnp.arange(count)
-    running_first_B = jnp.argsort(rows.state.done_B, stable=True)
-    from_R = running_first_B[jnp.minimum(place_R, B - 1)]
-    number_R, state, cache = jax.tree.map(lambda x: x[from_R], rows)
-    number_R = jnp.where(place_R < B, number_R, EMPTY)
-    return Rows(number_R, state._replace(done_B=state.done_B | (place_R >= B)), cache)
-
-
-class _Carry(NamedTuple):
-    rows: Rows
-    num_steps: Array
-    evicted: Found  # results from the refilled rows
-    next: Array  # position of the next sentence in the block
-    has_advanced: Array
-
-
-def _admit(carry: _Carry, block: Rows, num_sentences: Array) -> _Carry:
-    """Refill up to R idle rows: copy their results out and the next sentences in."""
-    number_B, state, cache = carry.rows
-    B, Q = len(number_B), len(block.number_B)
-    R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))
-    rows_R = jnp.argsort(~state.done_B, stable=True)[:R]
-    next_R = carry.next + jnp.arange(R)
-    is_admitted_R = state.done_B[rows_R] & (next_R < num_sentences)
-    new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], block)
-    evicted = jax.tree.map(lambda x: x[rows_R], Found(number_B, state.finished))
-    into_R = jnp.where(is_admitted_R, rows_R, B)  # index B is out of range, so _put drops it
-    rows = Rows(
-        _put(number_B, into_R, new.number_B),
-        _put(state, into_R, new.state),
-        cache.replace_rows(into_R, new.cache),
-    )
-    return carry._replace(
+    loop = _Loop(
         rows=rows,
-        evicted=_put(carry.evicted, jnp.where(is_admitted_R, next_R, Q), evicted),
-        next=carry.next + is_admitted_R.sum(dtype=jnp.int32),
+        admitted=Admitted(jnp.zeros(Q, jnp.int32), encoded.state.finished),
+        num_admitted=jnp.int32(0),
+        num_steps=jnp.int32(0),
+        has_decoded=max_steps <= 0,
+    )
+    loop = jax.lax.while_loop(
+        lambda loop: (loop.num_admitted < num_encoded) | ~loop.has_decoded, decode_and_refill, loop
+    )
+    before = results(loop.admitted.results, method.pad_id)
+    return loop.rows, Admitted(loop.admitted.row_Q, before), loop.num_steps
+
+
+def _refill(loop: _Loop, encoded: Rows, num_encoded: Array) -> _Loop:
+    """Refill up to R idle rows: copy their results out and the next sentences in."""
+    state, cache = loop.rows
+    B = len(state.done_B)
+    Q = len(encoded.state.done_B)
+    R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))
+    row_R = jnp.argsort(~state.done_B, stable=True)[:R].astype(jnp.int32)
+    next_R = loop.num_admitted + jnp.arange(R)
+    is_admitted_R = state.done_B[row_R] & (next_R < num_encoded)
+    new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], encoded)
+    before = jax.tree.map(lambda x: x[row_R], state.finished)
+    # B and Q are out of range, so these values are dropped.
+    into_R = jnp.where(is_admitted_R, row_R, B)
+    from_R = jnp.where(is_admitted_R, next_R, Q)
+    return loop._replace(
+        rows=Rows(_put(state, into_R, new.state), cache.replace_rows(into_R, new.cache)),
+        admitted=_put(loop.admitted, from_R, Admitted(row_R, before)),
+        num_admitted=loop.num_admitted + is_admitted_R.sum(dtype=jnp.int32),
     )
 
 
 def _put(tree: Any, index_R: Array, values: Any) -> Any:
     """Set ``values`` at ``index_R`` in every leaf; out-of-range indices are dropped."""
     return jax.tree.map(lambda x, new: x.at[index_R].set(new, mode="drop"), tree, values)
+
+
+@jax.jit
+def moved(rows: Rows, from_R: Array) -> Rows:
+    """Return R rows: copies of rows ``from_R``, or idle rows where it is negative."""
+    state, cache = jax.tree.map(lambda x: x[jnp.maximum(from_R, 0)], rows)
+    return Rows(state._replace(done_B=state.done_B | (from_R < 0)), cache)

@@ -3,127 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import fields
-from functools import lru_cache, partial
-from itertools import chain, groupby, islice, zip_longest
-from typing import Any, NamedTuple, Self
+from functools import partial
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.beam_search import BeamSearch
+from transformer_jax.decoding.compiled_search import ModelSearch, compile_search, finished_results
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import (
-    EMPTY,
-    Found,
-    Rows,
-    admit_and_decode,
-    resized,
-)
+from transformer_jax.decoding.continuous_batching import Admitted, Rows, moved
 from transformer_jax.decoding.devices import on_device
 from transformer_jax.decoding.ensemble import Ensemble
-from transformer_jax.decoding.length_buckets import Bucket, Padded, make_block, make_buckets
+from transformer_jax.decoding.length_buckets import Bucket, make_buckets, pad_batch
 from transformer_jax.decoding.lexical_constraints import SIZES
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import Hypothesis, Method, Sentence, results
+from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task, run_until_idle
+from transformer_jax.decoding.search import Hypothesis, Method, SearchResult, Sentence
 from transformer_jax.errors import UserError
-from transformer_jax.model.gpu import on_one_device
 from transformer_jax.model.matmul import check_int8
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import DecodingConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
-
-_ALL = 2**30
-
-# Compiler options for the search loop, and on a CPU for the encoder, by backend.
-_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        # Without this, XLA copies caches that could be updated in place.
-        "xla_cpu_copy_insertion_use_region_analysis": True,
-        # Use YNNPACK, a library of CPU kernels, for matmuls only. By default, XLA uses it for sums
-        # over large arrays, too: a row of a large batch is then summed in another order.
-        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,"
-        "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-    },
-    # Run the whole search as one CUDA graph: XLA's default commands plus conditionals and loops.
-    # Otherwise the host decides after every step whether to continue.
-    "gpu": {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
-        "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-    },
-}
-
-
-class _Search(NamedTuple):
-    """Static inputs to an engine's compiled functions."""
-
-    graph: nnx.GraphDef[Any]
-    method: Method
-
-    def admit_and_decode(
-        self, weights: Any, rows: Rows, block: Rows, max_steps: jax.Array, stop_after: jax.Array
-    ) -> tuple[Rows, Found]:
-        """Run ``continuous_batching.admit_and_decode`` with the model."""
-        step = nnx.merge(self.graph, weights).decode_step
-        rows, evicted, _ = admit_and_decode(self.method, step, rows, block, max_steps, stop_after)
-        return rows, evicted
-
-    def encode(self, weights: Any, padded: Padded, bucket: Bucket, max_length: int = 0) -> Rows:
-        """Encode sentences and start their search. ``max_length`` is the number of target positions
-        in the KV cache.
-        """
-        model: Any = nnx.merge(self.graph, weights)
-        with on_one_device():
-            memory_BSD = model.encode(padded.source_BS)
-        cache = model.start_cache(
-            memory_BSD,
-            padded.source_BS != self.method.pad_id,
-            beam_size=self.method.beam_size,
-            max_length=max_length,
-            source_capacity=bucket.lengths[-1],
-        )
-        return Rows(padded.number_B, self.method.start(**padded.start), cache)
-
-    def idle_rows(self, weights: Any, padded: Padded, bucket: Bucket) -> Rows:
-        """Create idle rows with the shapes of ``padded``, which has one row."""
-        longest = padded.start["prefix_BP"].shape[1]
-        encode = partial(self.encode, bucket=bucket, max_length=longest)
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros((bucket.rows, *x.shape[1:]), x.dtype),
-            jax.eval_shape(encode, weights, padded),
-        )
-        size = sum(x.nbytes for x in jax.tree.leaves(zeros.cache)) / 1e9
-        said = "Compiling the search for %d sentences of up to %d tokens (KV cache: %.1f GB)."
-        logger.info(said, bucket.rows, bucket.lengths[-1], size)
-        idle = zeros.state._replace(done_B=~zeros.state.done_B)
-        return Rows(zeros.number_B + EMPTY, idle, zeros.cache.empty_like())
-
-
-class _Compiled(NamedTuple):
-    """Jitted functions of weights and arrays; the bucket is static."""
-
-    encode: Any
-    admit_and_decode: Any
-    idle_rows: Any
-
-
-@lru_cache(maxsize=32)
-def _compiled(search: _Search) -> _Compiled:
-    """Jit the functions that all engines with the same search share, whatever their device."""
-    backend = jax.default_backend()
-    options = _COMPILER_OPTIONS.get(backend)
-    of_encoder = options if backend == "cpu" else None
-    return _Compiled(
-        jax.jit(search.encode, static_argnames="bucket", compiler_options=of_encoder),
-        jax.jit(search.admit_and_decode, donate_argnames="rows", compiler_options=options),
-        # The weights, although unused, determine the device.
-        jax.jit(search.idle_rows, static_argnames="bucket", keep_unused=True),
-    )
 
 
 class Engine:
@@ -188,8 +95,8 @@ class Engine:
                 with_cast_weights(self.model, self.config.weights), nnx.Param
             )
             self._weights = nnx.to_pure_dict(weights)
-            self._search = _Search(graph, self.method)
-            self._compiled = _compiled(self._search)
+            self._search = ModelSearch(graph, self.method)
+            self._compiled = compile_search(self._search)
 
     def on(self, device: jax.Device) -> Self:
         """Copy the engine to another device, with its current parameters. Engines on CPU devices
@@ -215,27 +122,6 @@ class Engine:
         """
         return search_together([self], sentences)
 
-    def dispatch(self, sentences: Mapping[int, Sentence]) -> Iterator[Found]:
-        """Start the search for numbered sentences, given by shape of their terms, longest first.
-        Sentences of a block have the same padded length. Yields results that the device may still
-        be computing. Each sentence appears in exactly one result.
-        """
-        by_bucket = groupby(sentences, key=lambda n: self.bucket_of(sentences[n]))
-        for bucket, numbers in by_bucket:
-            blocks = list[dict[int, Sentence]]()
-            for _, same in groupby(numbers, key=lambda n: bucket.length_of(sentences[n])):
-                while block := {n: sentences[n] for n in islice(same, bucket.block_size)}:
-                    blocks.append(block)
-            rows = self.new_rows(bucket)
-            for block in blocks:
-                max_steps = _ALL if block is blocks[-1] else 0
-                encoded = self.encode(bucket, block)
-                rows, evicted = self.admit_and_decode(
-                    rows, encoded, max_steps=max_steps, stop_after=_ALL
-                )
-                yield evicted
-            yield self.results(rows)
-
     def bucket_of(self, sentence: Sentence) -> Bucket:
         """Find the bucket for a sentence's length and terms. Raises ``UserError`` if it is too
         long.
@@ -255,60 +141,168 @@ class Engine:
         sizes = [(), *(size for size in SIZES if size[0] <= most)]
         return [bucket._replace(terms=size) for size in sizes for bucket in self.buckets]
 
-    def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Rows:
-        """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
+    def encode(self, bucket: Bucket, sentences: Sequence[Sentence]) -> Rows:
+        """Encode up to ``bucket.encode_batch_size`` sentences of one padded length."""
         # The number of rows makes no difference, so all share the compiled encoders.
-        bucket = bucket._replace(rows=bucket.block_size)
-        padded = make_block(bucket, sentences, self._longest_target, self.method)
+        bucket = bucket._replace(rows=bucket.encode_batch_size)
+        padded = pad_batch(bucket, sentences, self._longest_target, self.method)
         return self._compiled.encode(self._weights, padded, bucket=bucket)
-
-    def admit_and_decode(
-        self, rows: Rows, block: Rows, *, max_steps: int, stop_after: int
-    ) -> tuple[Rows, Found]:
-        """Run ``continuous_batching.admit_and_decode`` on the device; donates ``rows``."""
-        limits = np.int32(max_steps), np.int32(stop_after)
-        return self._compiled.admit_and_decode(self._weights, rows, block, *limits)
-
-    resized = staticmethod(resized)
-
-    @staticmethod
-    @jax.jit
-    def results(rows: Rows) -> Found:
-        """Return the results of the rows whose sentences are done."""
-        number_B = jnp.where(rows.state.done_B, rows.number_B, EMPTY)
-        return Found(number_B, results(rows.state.finished, pad_id=0))
 
     def new_rows(self, bucket: Bucket) -> Rows:
         """Create idle batch rows on the device."""
-        padded = make_block(bucket._replace(rows=1), {}, self._longest_target, self.method)
+        padded = pad_batch(bucket._replace(rows=1), [], self._longest_target, self.method)
         return self._compiled.idle_rows(self._weights, padded, bucket=bucket)
 
-    def freed(self, rows: Rows, numbers: Sequence[int]) -> Rows:
-        """Free the rows of the sentences with these numbers, without results."""
-        is_freed_B: Any = np.isin(rows.number_B, numbers)
-        return rows._replace(state=rows.state._replace(done_B=rows.state.done_B | is_freed_B))
+    def admit_and_decode(
+        self, rows: Rows, encoded: Rows, num_encoded: int, *, max_steps: int, stop_after: int
+    ) -> tuple[Rows, Admitted]:
+        """Run ``continuous_batching.admit_and_decode`` on the device; donates ``rows``."""
+        counts = [np.int32(count) for count in (num_encoded, max_steps, stop_after)]
+        return self._compiled.admit_and_decode(self._weights, rows, encoded, *counts)
 
-    def unnumbered(self, rows: Rows) -> Rows:
-        """Take the numbers off the rows whose sentences are done."""
-        return rows._replace(number_B=jnp.where(rows.state.done_B, EMPTY, rows.number_B))
 
-    @staticmethod
-    def hypotheses(found: Found, numbers: Container[int]) -> dict[int, list[Hypothesis]]:
-        """Return the hypotheses of the sentences in ``found`` that are among ``numbers``, best
-        first. Waits for the device.
+class EngineBatch(RunningBatch):
+    """Batch rows on an engine's device.
+
+    In fewer rows, hypotheses are the same. On accelerators and in float32, scores can differ by
+    rounding errors, because XLA sums in a different order.
+    """
+
+    def __init__(self, engine: Engine, bucket: Bucket, *, is_resizable: bool = False):
+        """Prepare rows for sentences of ``bucket``. If ``is_resizable``, their number can be
+        smaller than that of the bucket.
         """
-        places = enumerate(np.asarray(found.number_R).tolist())
-        place_of = {number: place for place, number in places if number in numbers}
-        results = jax.device_get(found.results) if place_of else found.results
-        hypotheses = dict[int, list[Hypothesis]]()
-        for number, place in place_of.items():
-            slots = zip(*(x[place].tolist() for x in results))
-            hypotheses[number] = [
-                Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
-                for tokens, score, log_prob, length, token_log_probs in slots
-                if length
-            ]
-        return hypotheses
+        self.bucket = bucket
+        self._engine = engine
+        counts = {bucket.rows}
+        if is_resizable:
+            # On a CPU a step's time is proportional to the number of rows; elsewhere it hardly
+            # grows.
+            factor = 2 if jax.default_backend() == "cpu" else 8
+            counts |= {max(engine.fewest_rows, bucket.rows // factor**i) for i in range(8)}
+        self._counts = sorted(counts)
+        self.num_rows = self._counts[0]
+        self._rows: Rows | None = None  # created when needed
+        # The task in each row.
+        self._tasks: list[Task | None] = [None] * self.num_rows
+        # Results of calls of ``decode`` that the device may still be computing.
+        self._unread: list[tuple[Sequence[Task], Admitted, Any]] = []
+        self._no_sentences: dict[Bucket, Rows] = {}
+
+    @property
+    def running(self) -> list[Task]:
+        """The tasks in rows, as of the last ``read``."""
+        return [task for task in self._tasks if task]
+
+    @property
+    def encode_batch_size(self) -> int:
+        """Maximum number of sentences in a call of ``decode``."""
+        return self._resized_bucket.encode_batch_size
+
+    @property
+    def _resized_bucket(self) -> Bucket:
+        return self.bucket._replace(rows=self.num_rows)
+
+    def compile(self) -> None:
+        """Compile the functions for each number of rows and each padded length."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._compile, self._counts))
+
+    def _compile(self, count: int) -> None:
+        engine = self._engine
+        bucket = self.bucket._replace(rows=count)
+        rows = engine.new_rows(bucket)
+        self._no_sentences[bucket] = engine.encode(bucket, [])
+        for length in bucket.lengths:
+            encoded = engine.encode(bucket, [Sentence([0] * (length - 1))])
+            rows, _ = engine.admit_and_decode(rows, encoded, 1, max_steps=1, stop_after=1)
+        finished_results(rows)
+        for other in self._counts:
+            moved(rows, np.zeros(other, np.int32))
+
+    def resize(self, count: int) -> None:
+        """Move the running sentences to the smallest number of rows that holds ``count`` sentences,
+        or to the largest.
+        """
+        num_rows = next((rows for rows in self._counts if rows >= count), self._counts[-1])
+        if num_rows == self.num_rows:
+            return
+        from_R = np.full(num_rows, -1, np.int32)
+        running = [row for row, task in enumerate(self._tasks) if task]
+        from_R[: len(running)] = running
+        if self._rows is not None:
+            self._rows = moved(self._rows, from_R)
+        self._tasks = [self._tasks[row] if row >= 0 else None for row in from_R]
+        self.num_rows = num_rows
+
+    def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
+        """Assign rows to sentences of one padded length, and decode (see ``RunningBatch``)."""
+        bucket = self._resized_bucket
+        if self._rows is None:
+            self._rows = self._engine.new_rows(bucket)
+        if admitted or bucket not in self._no_sentences:
+            encoded = self._engine.encode(bucket, [task.sentence for task in admitted])
+        else:
+            encoded = self._no_sentences[bucket]
+        self._rows, rows_admitted = self._engine.admit_and_decode(
+            self._rows, encoded, len(admitted), max_steps=max_steps, stop_after=stop_after
+        )
+        finished = finished_results(self._rows) if max_steps else None
+        self._unread.append((admitted, rows_admitted, finished))
+
+    def read(self) -> None:
+        """Wait for the device. Finish tasks that are done, and free the rows of canceled ones."""
+        for tasks, admitted, finished in self._unread:
+            rows = np.asarray(admitted.row_Q)[: len(tasks)].tolist()
+            self._read_admitted(tasks, rows, admitted.results)
+            if finished is not None:
+                self._read_finished(*finished)
+        self._unread.clear()
+        is_canceled_B = np.array([bool(task and task.future.cancelled()) for task in self._tasks])
+        if is_canceled_B.any() and self._rows is not None:
+            state = self._rows.state
+            state = state._replace(done_B=state.done_B | is_canceled_B)
+            self._rows = self._rows._replace(state=state)
+            for row in np.flatnonzero(is_canceled_B):
+                self._tasks[row] = None
+
+    def release(self) -> None:
+        """Free the memory of the rows."""
+        self._rows = None
+
+    def _read_admitted(self, tasks: Sequence[Task], rows: list[int], results: SearchResult) -> None:
+        """Finish the tasks that were in ``rows``, in the order in which ``tasks`` took them."""
+        if any(self._tasks[row] for row in rows) or len(set(rows)) < len(rows):
+            results = jax.device_get(results)
+        for place, (row, task) in enumerate(zip(rows, tasks, strict=True)):
+            self._finish(row, results, place)
+            self._tasks[row] = task
+
+    def _read_finished(self, done_B: Any, results: SearchResult) -> None:
+        """Finish the tasks in rows that are done."""
+        done = [row for row in np.flatnonzero(done_B).tolist() if self._tasks[row]]
+        if done:
+            results = jax.device_get(results)
+        for row in done:
+            self._finish(row, results, row)
+
+    def _finish(self, row: int, results: SearchResult, place: int) -> None:
+        """Finish the task in ``row``, if any. Its results are at index ``place``."""
+        task = self._tasks[row]
+        if task:
+            self.num_invalid += int(np.isnan(results.scores_BN[place, 0]))
+            task.finish(_hypotheses(results, place))
+            self._tasks[row] = None
+
+
+def _hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
+    """Return the hypotheses of one sentence, best first."""
+    slots = zip(*(x[place].tolist() for x in results), strict=True)
+    return [
+        Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
+        for tokens, score, log_prob, length, token_log_probs in slots
+        if length
+    ]
 
 
 def search_together(
@@ -318,31 +312,29 @@ def search_together(
     engines than needed to give every sentence a row.
     """
     keys = [(np.shape(sentence.terms), -len(sentence.tokens)) for sentence in sentences]
-    order = sorted(range(len(sentences)), key=keys.__getitem__)
-    if order:
-        bucket = engines[0].bucket_of(sentences[order[0]])
-        engines = engines[: -(-len(order) // bucket.rows)]
-    # Dispatch all work to the devices in turn before waiting for the first result.
-    turns = zip_longest(
-        *(
-            engine.dispatch({index: sentences[index] for index in order[place :: len(engines)]})
-            for place, engine in enumerate(engines)
-        )
-    )
-    running = [found for found in chain.from_iterable(turns) if found is not None]
-    found_of: dict[int, list[Hypothesis]] = {}
-    num_nan = 0
-    for found in map(jax.device_get, running):
-        num_nan += np.isnan(found.results.scores_BN[found.number_R != EMPTY, 0]).sum()
-        found_of |= Engine.hypotheses(found, range(len(sentences)))
-    if num_nan:
-        message = (
+    longest_first = sorted(range(len(sentences)), key=keys.__getitem__)
+    buckets = [engines[0].bucket_of(sentences[index]) for index in longest_first]
+    if buckets:
+        engines = engines[: -(-len(sentences) // buckets[0].rows)]
+    schedulers = [
+        Scheduler([EngineBatch(engine, bucket) for bucket in dict.fromkeys(buckets)])
+        for engine in engines
+    ]
+    futures: dict[int, Future[list[Hypothesis]]] = {}
+    for place, (index, bucket) in enumerate(zip(longest_first, buckets, strict=True)):
+        scheduler = schedulers[place % len(schedulers)]
+        futures[index] = scheduler.submit(sentences[index], bucket)
+    run_until_idle(schedulers)
+    num_invalid = sum(batch.num_invalid for x in schedulers for batch in x.batches)
+    if num_invalid:
+        logger.warning(
             "%d of %d sentences have no result because the model's logits were NaN or infinite. "
             "The parameters are corrupt, training diverged, or token ids are outside the "
-            "vocabulary."
+            "vocabulary.",
+            num_invalid,
+            len(sentences),
         )
-        logger.warning(message, num_nan, len(sentences))
-    return [found_of[index][: sentence.wanted] for index, sentence in enumerate(sentences)]
+    return [futures[index].result() for index in range(len(sentences))]
 
 
 def _method(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, groupby, takewhile
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from transformer_jax.decoding.continuous_batching import EMPTY
 from transformer_jax.decoding.search import NOT_FORCED, Method, Sentence
 
 
@@ -27,10 +26,10 @@ class Bucket(NamedTuple):
     """Shape of each sentence's ``terms``; (): none."""
 
     @property
-    def block_size(self) -> int:
+    def encode_batch_size(self) -> int:
         """Number of sentences encoded together, as one padded batch. It is small because few
         waiting sentences have the same padded length. On TPUs it is not, because XLA changes the
-        layout of the KV cache before and after each block's search.
+        layout of the KV cache before and after each search.
         """
         share = {"tpu": 1, "cpu": 2}.get(jax.default_backend(), 4)
         return max(1, self.rows // share)
@@ -57,46 +56,47 @@ def make_buckets(longest: int, batch_size: int, fewest: int = 1) -> tuple[Bucket
     )
 
 
-class Padded(NamedTuple):
+class PaddedBatch(NamedTuple):
     """Sentences as arrays; B is the number of rows in their bucket."""
 
     source_BS: Any
-    number_B: Any
-    """Numbers of the sentences, or EMPTY."""
     start: dict[str, Any]
     """Arguments of ``Method.start``."""
 
 
-def make_block(
+def pad_batch(
     bucket: Bucket,
-    sentences: Mapping[int, Sentence],
+    sentences: Sequence[Sentence],
     longest_target: Callable[[int], int],
     method: Method,
-) -> Padded:
-    """Pad numbered sentences to the same length, and their number to ``bucket.rows``.
-    ``longest_target`` maps a source length to the maximum target length. ``method`` has the ids of
-    PAD and EOS.
+) -> PaddedBatch:
+    """Pad sentences to the same length, and their number to ``bucket.rows``. ``longest_target``
+    maps a source length to the maximum target length. ``method`` has the ids of PAD and EOS.
     """
-    B, P = bucket.rows, longest_target(bucket.lengths[-1])
-    S = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
-    source_BS, number_B = np.full((B, S), method.pad_id, np.int32), np.full(B, EMPTY, np.int32)
-    limit_B, wanted_B = np.zeros((2, B), np.int32)
-    prefix_BP, seed_B = np.full((B, P), NOT_FORCED, np.int32), np.zeros(B, np.uint32)
+    B = bucket.rows
+    S = max(map(bucket.length_of, sentences), default=bucket.lengths[0])
+    P = longest_target(bucket.lengths[-1])
+    source_BS = np.full((B, S), method.pad_id, np.int32)
+    limit_B = np.zeros(B, np.int32)
+    wanted_B = np.zeros(B, np.int32)
+    prefix_BP = np.full((B, P), NOT_FORCED, np.int32)
+    seed_B = np.zeros(B, np.uint32)
     terms_BKAM = np.full((B, *bucket.terms), -1, np.int32)
-    for place, (number, sentence) in enumerate(sentences.items()):
+    for row, sentence in enumerate(sentences):
         source = list(sentence.tokens)
         if method.eos_id not in source:
             source.append(method.eos_id)
-        source_BS[place, : len(source)] = source
-        number_B[place], seed_B[place] = number, sentence.seed
-        limit_B[place], wanted_B[place] = longest_target(len(source)), sentence.wanted
-        prefix_BP[place, : len(sentence.prefix)] = sentence.prefix[:P]
+        source_BS[row, : len(source)] = source
+        limit_B[row] = longest_target(len(source))
+        wanted_B[row] = sentence.wanted
+        prefix_BP[row, : len(sentence.prefix)] = sentence.prefix[:P]
+        seed_B[row] = sentence.seed
         if sentence.terms is not None:
-            terms_BKAM[place] = sentence.terms
+            terms_BKAM[row] = sentence.terms
     start = {"limit_B": limit_B, "prefix_BP": prefix_BP, "seed_B": seed_B, "wanted_B": wanted_B}
     if bucket.terms:
         start["terms_BKAM"] = terms_BKAM
-    return Padded(source_BS, number_B, start)
+    return PaddedBatch(source_BS, start)
 
 
 def padded_length(length: int, smallest: int) -> int:

@@ -21,8 +21,9 @@ from transformer_jax import (
     load_config_file,
     local_workdir,
 )
+from transformer_jax.decoding.engine import EngineBatch
 from transformer_jax.decoding.length_buckets import padded_length
-from transformer_jax.serving.live_rows import LiveRows
+from transformer_jax.decoding.scheduler import Scheduler
 from transformer_jax.serving.workers import Workers
 from transformer_jax.translation.plan import Part
 from transformer_jax.translation.scoring import SMALLEST_PAIR
@@ -51,8 +52,11 @@ class AsyncTranslator:
         self.translator, self.config = translator, translator.config
         engines = translator.engines
         buckets = engines[0].buckets_with_terms(max_terms)
-        searches = [[LiveRows(engine, bucket) for bucket in buckets] for engine in engines]
-        self.workers = Workers(searches, engines[0].bucket_of)
+        schedulers = [
+            Scheduler([EngineBatch(engine, bucket, is_resizable=True) for bucket in buckets])
+            for engine in engines
+        ]
+        self.workers = Workers(schedulers, engines[0].bucket_of)
         together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
         self._scorer = Scorer(translator.model, translator.tokenizer, together)
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")

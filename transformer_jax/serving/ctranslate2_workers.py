@@ -7,9 +7,7 @@ sentence that arrives waits until a thread is free (dynamic batching).
 from __future__ import annotations
 
 import json
-from concurrent.futures import InvalidStateError
-from contextlib import suppress
-from copy import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax import Bucket, Hypothesis, Sentence, Translator, UserError
+from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import needs_extra
-from transformer_jax.serving.workers import Entry, Workers
+from transformer_jax.serving.workers import Workers
 
 _LONGEST = 2**16
 
@@ -31,19 +30,20 @@ def ctranslate2_workers(translator: Translator, folder: Path) -> Workers:
     Raises:
       UserError: there is no such model, or a setting is unsupported.
     """
-    engine, threads = translator.engines[0], num_cores()
-    bucket = Bucket((engine.longest_source,), max(1, translator.config.batch_size // threads))
-    search = CTranslate2Rows(translator, folder, bucket, threads)
+    engine = translator.engines[0]
+    num_threads = num_cores()
+    bucket = Bucket((engine.longest_source,), max(1, translator.config.batch_size // num_threads))
+    model = CTranslate2Model(translator, folder, num_threads)
     return Workers(
-        [[copy(search)] for _ in range(threads)],
+        [Scheduler([CTranslate2Batch(model, bucket)]) for _ in range(num_threads)],
         lambda sentence: bucket._replace(terms=engine.bucket_of(sentence).terms),
     )
 
 
-class CTranslate2Rows:
-    """The sentences that a thread translates together, with the methods of ``LiveRows``."""
+class CTranslate2Model:
+    """An exported model, whose ``search`` any thread can call."""
 
-    def __init__(self, translator: Translator, folder: Path, bucket: Bucket, threads: int):
+    def __init__(self, translator: Translator, folder: Path, num_threads: int):
         with needs_extra("export"):
             import ctranslate2
         file = folder / "generation_config.json"
@@ -53,18 +53,67 @@ class CTranslate2Rows:
                 f"transformer_jax.export --workdir {folder.parent} --format ctranslate2 "
                 f"--output {folder}"
             )
-        self.bucket, self.largest, self.running = bucket, bucket, list[Entry]()
-        self.most = self.num_idle = bucket.rows
-        self._config, self._tokenizer = translator.config, translator.tokenizer
-        self._settings = _settings(translator, json.loads(file.read_bytes()), folder)
+        self._config = translator.config
+        self._tokenizer = translator.tokenizer
+        self.search_settings = _search_settings(translator, json.loads(file.read_bytes()), folder)
         self._model = ctranslate2.Translator(
             str(folder),
             compute_type="int8" if self._config.weights == "int8" else "float32",
-            inter_threads=threads,
+            inter_threads=num_threads,
             intra_threads=1,
         )
         lengths = jnp.arange(_LONGEST)
-        self._divisors = np.asarray(translator.engines[0].method.divisor(lengths))
+        self._length_penalties = np.asarray(translator.engines[0].method.divisor(lengths))
+
+    def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
+        """Find hypotheses for each sentence, best first."""
+        source = self._tokenizer.source
+        target = self._tokenizer.target
+        prefixes = [target.tokens(sentence.prefix) for sentence in sentences]
+        results = self._model.translate_batch(
+            [source.tokens(sentence.tokens) for sentence in sentences],
+            target_prefix=prefixes if any(prefixes) else None,
+            num_hypotheses=max(sentence.wanted for sentence in sentences),
+            return_scores=True,
+            **self.search_settings,
+        )
+        return [list(map(self._hypothesis, x.hypotheses, x.scores)) for x in results]
+
+    def _hypothesis(self, tokens: list[str], score: float) -> Hypothesis:
+        """Convert a hypothesis. CTranslate2 divides log-probabilities by length^alpha."""
+        length = min(len(tokens) + 1, _LONGEST - 1)
+        log_prob = score * length**self._config.length_penalty
+        ids = self._tokenizer.target.ids(tokens)
+        return Hypothesis(ids, log_prob / float(self._length_penalties[length]), log_prob, [])
+
+
+class CTranslate2Batch(RunningBatch):
+    """The sentences that a thread translates together; ``decode`` finishes all of them."""
+
+    def __init__(self, model: CTranslate2Model, bucket: Bucket):
+        self.model = model
+        self.bucket = bucket
+        self.num_rows = bucket.rows
+        self._running: list[Task] = []
+
+    @property
+    def encode_batch_size(self) -> int:
+        """Maximum number of sentences in a call of ``decode``."""
+        return self.num_rows
+
+    @property
+    def running(self) -> list[Task]:
+        """The tasks of the current call of ``decode``."""
+        return self._running
+
+    def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
+        """Translate sentences and finish their tasks."""
+        self._running = list(admitted)
+        if admitted:
+            found = self.model.search([task.sentence for task in admitted])
+            for task, hypotheses in zip(admitted, found, strict=True):
+                task.finish(hypotheses)
+        self._running = []
 
     def compile(self) -> None:
         """Do nothing: CTranslate2 does not compile."""
@@ -72,39 +121,16 @@ class CTranslate2Rows:
     def resize(self, count: int) -> None:
         """Do nothing: batches have any size."""
 
-    def turn(self, entries: list[Entry], max_steps: int) -> None:
-        """Translate sentences and resolve their futures."""
-        self.running = entries
-        found = self._search([entry.sentence for entry in entries]) if entries else []
-        self.running = []
-        for entry, hypotheses in zip(entries, found, strict=True):
-            with suppress(InvalidStateError):  # canceled
-                entry.future.set_result(hypotheses)
+    def read(self) -> None:
+        """Do nothing: ``decode`` has finished all tasks."""
 
-    def _search(self, sentences: list[Sentence]) -> list[list[Hypothesis]]:
-        source, target = self._tokenizer.source, self._tokenizer.target
-        prefixes = [target.tokens(sentence.prefix) for sentence in sentences]
-        results = self._model.translate_batch(
-            [source.tokens(sentence.tokens) for sentence in sentences],
-            target_prefix=prefixes if any(prefixes) else None,
-            num_hypotheses=max(sentence.wanted for sentence in sentences),
-            return_scores=True,
-            **self._settings,
-        )
-        return [
-            [self._hypothesis(*each) for each in zip(result.hypotheses, result.scores)][: s.wanted]
-            for result, s in zip(results, sentences, strict=True)
-        ]
-
-    def _hypothesis(self, tokens: list[str], score: float) -> Hypothesis:
-        """Convert a hypothesis. CTranslate2 divides log-probabilities by length^alpha."""
-        length = min(len(tokens) + 1, _LONGEST - 1)
-        log_prob = score * length**self._config.length_penalty
-        ids = self._tokenizer.target.ids(tokens)
-        return Hypothesis(ids, log_prob / float(self._divisors[length]), log_prob, [])
+    def release(self) -> None:
+        """Do nothing: CTranslate2 keeps no rows."""
 
 
-def _settings(translator: Translator, exported: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _search_settings(
+    translator: Translator, exported: dict[str, Any], folder: Path
+) -> dict[str, Any]:
     """Return the keyword arguments of ``translate_batch``. Flags may have changed those of the
     export.
     """
@@ -114,15 +140,17 @@ def _settings(translator: Translator, exported: dict[str, Any], folder: Path) ->
             f"decoding.method is {config.method!r}, which --engine ctranslate2 does not support; "
             "expected 'beam'."
         )
-    source = translator.engines[0].longest_source
-    limits = source, config.longest_target(source, translator.model.config.position_limit)
-    most = exported["max_input_length"], exported["max_decoding_length"]
-    if limits[0] > most[0] or limits[1] > most[1]:  # CTranslate2 would cut or fail
+    longest_source = translator.engines[0].longest_source
+    position_limit = translator.model.config.position_limit
+    limits = longest_source, config.longest_target(longest_source, position_limit)
+    exported_limits = exported["max_input_length"], exported["max_decoding_length"]
+    # CTranslate2 would cut or fail.
+    if limits[0] > exported_limits[0] or limits[1] > exported_limits[1]:
         raise UserError(
             f"A sentence can have {limits} source and target tokens (decoding.max_source_length, "
-            f"max_extra_length, max_length); expected at most {most}, the limits of the export in "
-            f"{str(folder)!r}. Lower these settings, or change them in config.json and export "
-            "again."
+            f"max_extra_length, max_length); expected at most {exported_limits}, the limits of the "
+            f"export in {str(folder)!r}. Lower these settings, or change them in config.json "
+            "and export again."
         )
     target = translator.tokenizer.target
     suppressed = [*target.tokens([target.pad_id]), *config.suppress]

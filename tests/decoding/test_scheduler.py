@@ -1,0 +1,197 @@
+"""Scheduler: sentences that join and leave a running search get the engine's results."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from concurrent.futures import CancelledError
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from random_models import make_model
+
+from transformer_jax.decoding.engine import Engine, EngineBatch
+from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.scheduler import Scheduler
+from transformer_jax.decoding.search import Sentence
+from transformer_jax.settings.config import DecodingConfig
+
+VOCAB = 40
+
+
+class Vocabulary:
+    """The part of a tokenizer that ``make_model`` uses."""
+
+    target = SimpleNamespace(vocab_size=VOCAB)
+
+
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=24, batch_size=4)
+SENTENCES = [
+    Sentence(
+        np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 23).tolist(),
+        prefix=[5, 6, 7][: i % 4],
+        seed=i,
+    )
+    for i in range(30)
+]
+
+
+@functools.cache
+def shared_engine():
+    return Engine(make_model(Vocabulary, seed=8), CONFIG)
+
+
+def new_scheduler(engine):
+    return Scheduler([EngineBatch(engine, engine.buckets[0], is_resizable=True)])
+
+
+def compiled_scheduler(engine):
+    scheduler = new_scheduler(engine)
+    scheduler.batches[0].compile()
+    return scheduler
+
+
+def submit(scheduler, sentence):
+    return scheduler.submit(sentence, scheduler.batches[0].bucket)
+
+
+def run(scheduler):
+    while scheduler.num_waiting or scheduler.num_running:
+        scheduler.step()
+
+
+def search_as_they_arrive(scheduler, sentences, *, seed):
+    """Submit at random times. Ten times a sentence is canceled and submitted again."""
+    choice = random.Random(seed)
+    to_submit = choice.sample(range(len(sentences)), len(sentences))
+    futures = {}
+    num_canceled = 0
+    while to_submit or scheduler.num_unfinished:
+        for _ in range(choice.randint(0, 5)):
+            if to_submit:
+                index = to_submit.pop()
+                futures[index] = submit(scheduler, sentences[index])
+        unfinished = [index for index, future in futures.items() if not future.done()]
+        if unfinished and num_canceled < 10:
+            index = choice.choice(unfinished)
+            assert futures[index].cancel()
+            to_submit.append(index)
+            num_canceled += 1
+        scheduler.step()
+    assert num_canceled == 10
+    assert not scheduler.num_waiting and not scheduler.num_running
+    return [futures[index].result(timeout=0) for index in range(len(sentences))]
+
+
+@pytest.mark.parametrize(
+    ("num_models", "settings"),
+    [
+        (1, {}),
+        (2, {"beam_size": 1, "no_repeat_ngram": 2, "min_length": 3}),
+        (1, {"method": "sample", "temperature": 0.8, "top_k": 9}),
+    ],
+    ids=["beam", "greedy ensemble with rules", "sample"],
+)
+def test_results_equal_the_engines(num_models, settings):
+    config = dataclasses.replace(CONFIG, **settings)
+    models = [make_model(Vocabulary, seed=seed) for seed in (8, 9)[:num_models]]
+    model = Ensemble(models) if num_models > 1 else models[0]
+    engine = Engine(model, config, device=jax.devices()[0] if num_models > 1 else None)
+    scheduler = compiled_scheduler(engine)
+    functions = engine._compiled.encode, engine._compiled.admit_and_decode
+    num_compiled = [function._cache_size() for function in functions]
+    wanted = [
+        [
+            sentence._replace(wanted=1 + (i + seed) % config.beam_size)
+            for i, sentence in enumerate(SENTENCES)
+        ]
+        for seed in range(2)
+    ]
+    results = [
+        search_as_they_arrive(scheduler, sentences, seed=seed)
+        for seed, sentences in enumerate(wanted)
+    ]
+    assert [function._cache_size() for function in functions] == num_compiled
+    in_a_file = engine.search([x._replace(wanted=config.beam_size) for x in SENTENCES])
+    for sentences, result in zip(wanted, results, strict=True):
+        for sentence, hypotheses, expected in zip(sentences, result, in_a_file, strict=True):
+            expected = expected[: sentence.wanted]
+            assert [x.tokens for x in hypotheses] == [x.tokens for x in expected]
+            for x, y in zip(hypotheses, expected, strict=True):
+                assert x.score == pytest.approx(y.score, abs=1e-5)
+                assert x.token_log_probs == pytest.approx(y.token_log_probs, abs=1e-5)
+
+
+def test_sentences_move_to_the_fewest_rows_that_hold_them():
+    [batch] = new_scheduler(shared_engine()).batches
+    for count, expected in [(0, 1), (1, 1), (2, 2), (3, 4), (5, 4), (2, 2)]:
+        batch.resize(count)
+        batch.decode([], max_steps=0, stop_after=1)
+        assert batch.num_rows == len(batch._rows.state.done_B) == expected
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "finished"])
+def test_a_canceled_sentence(state):
+    """It gets no result, leaves no trace, and changes no other sentence."""
+    scheduler = new_scheduler(shared_engine())
+    other = submit(scheduler, SENTENCES[5])
+    if state != "waiting":
+        scheduler.step()
+    canceled = submit(scheduler, SENTENCES[3])
+    if state == "running":
+        scheduler.batches[0].resize(2)
+        admitted = scheduler._admit(scheduler.batches[0], 1)
+        scheduler.batches[0].decode(admitted, max_steps=1, stop_after=1)
+        scheduler.batches[0].read()
+        assert canceled in [task.future for task in scheduler.batches[0].running]
+    elif state == "finished":
+        run(scheduler)
+    assert canceled.cancel() == (state != "finished")
+    run(scheduler)
+    expected = shared_engine().search([SENTENCES[5], SENTENCES[3]])
+    assert [x.tokens for x in other.result(0)] == [x.tokens for x in expected[0]]
+    if state == "finished":
+        assert [x.tokens for x in canceled.result(0)] == [x.tokens for x in expected[1]]
+    else:
+        with pytest.raises(CancelledError):
+            canceled.result(0)
+    assert not scheduler.num_unfinished
+    assert scheduler.batches[0]._rows.state.done_B.all()
+
+
+def test_positions_of_idle_rows_do_not_overflow():
+    """They are int32 on the device."""
+    scheduler = new_scheduler(shared_engine())
+    [batch] = scheduler.batches
+    expected = [[x.tokens for x in found] for found in shared_engine().search(SENTENCES)]
+    for start in 2**31 - 5, 2**31 - 2:
+        batch.resize(CONFIG.batch_size)
+        batch.decode([], max_steps=0, stop_after=1)
+        state, cache = batch._rows
+        late = np.full_like(state.position_B, start)
+        state = state._replace(position_B=late)
+        batch._rows = batch._rows._replace(
+            state=state, cache=dataclasses.replace(cache, position_B=late)
+        )
+        submit(scheduler, SENTENCES[0])
+        admitted = scheduler._admit(batch, 1)
+        batch.decode(admitted, max_steps=9, stop_after=1)  # in one row; the others stay idle
+        batch.read()
+        for counted in batch._rows.state, batch._rows.cache:
+            assert (np.asarray(counted.position_B) >= 0).all()
+        run(scheduler)
+        found = search_as_they_arrive(scheduler, SENTENCES, seed=start)
+        assert [[x.tokens for x in hypotheses] for hypotheses in found] == expected
+
+
+def test_nan_parameters_give_no_hypotheses():
+    model = make_model(Vocabulary)
+    model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
+    scheduler = new_scheduler(Engine(model, CONFIG))
+    future = submit(scheduler, SENTENCES[3])
+    scheduler.step()
+    assert future.result(timeout=0) == []
+    assert scheduler.batches[0].num_invalid == 1

@@ -1,0 +1,253 @@
+"""Scheduling: which sentences wait, which are in batch rows, and which are finished.
+
+The states of a sentence::
+
+    submit            admit              decode, read
+    ------> WAITING --------> RUNNING ----------------> FINISHED
+            for a row, the    in a row                  its future has hypotheses
+            oldest first                                or an error
+
+A sentence whose future is canceled is dropped where it is. A running sentence keeps its row until
+it is finished. ``Engine.search`` submits all sentences, then calls ``run_until_idle``. A service
+calls ``Scheduler.step`` again and again, in one thread for each device.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+
+from transformer_jax.decoding.length_buckets import Bucket
+from transformer_jax.decoding.search import Hypothesis, Sentence
+
+# Decoding steps between reads of results, and of one row, whose steps are short.
+STEPS_PER_READ = 8
+STEPS_PER_READ_OF_ONE_ROW = 32
+
+_NO_LIMIT = 2**30
+
+
+class SearchFailed(Exception):
+    """Raised after the search has stopped permanently."""
+
+
+class Task:
+    """A sentence and the future for its hypotheses."""
+
+    def __init__(self, sentence: Sentence, number: int = 0):
+        """``number`` counts the sentences in the order of their arrival."""
+        self.sentence = sentence
+        self.number = number
+        self.future: Future[list[Hypothesis]] = Future()
+
+    def finish(self, hypotheses: list[Hypothesis]) -> None:
+        """Set the future's result, unless it is canceled or has an error."""
+        with suppress(InvalidStateError):
+            self.future.set_result(hypotheses[: self.sentence.wanted])
+
+    def fail(self, error: Exception) -> None:
+        """Set the future's error, unless it is done."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+
+class RunningBatch(ABC):
+    """Rows of a batch on one device, for the sentences of one bucket.
+
+    Attributes:
+      bucket: the bucket, with the maximum number of rows.
+      num_rows: the current number of rows.
+      num_invalid: number of sentences without a result because logits were NaN or infinite.
+    """
+
+    bucket: Bucket
+    num_rows: int
+    num_invalid: int = 0
+
+    @property
+    @abstractmethod
+    def encode_batch_size(self) -> int:
+        """Maximum number of sentences in a call of ``decode``."""
+
+    @property
+    @abstractmethod
+    def running(self) -> list[Task]:
+        """The tasks in rows, as of the last ``read``."""
+
+    @abstractmethod
+    def compile(self) -> None:
+        """Compile every function that ``decode`` needs."""
+
+    @abstractmethod
+    def resize(self, count: int) -> None:
+        """Move the running sentences to the smallest number of rows that holds ``count`` sentences,
+        or to the largest.
+        """
+
+    @abstractmethod
+    def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
+        """Assign rows to sentences of one padded length. If too few rows are idle, decode until
+        enough sentences are done. Then decode up to ``max_steps`` steps, stopping early once
+        ``stop_after`` more sentences are done. May return before the device has done so.
+        """
+
+    @abstractmethod
+    def read(self) -> None:
+        """Wait for the device. Finish tasks that are done, and free the rows of canceled ones."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the memory of the rows. All sentences must be done by then on the device."""
+
+
+class _Waiting:
+    """Waiting tasks of a bucket, by padded length: only equal lengths are encoded together."""
+
+    def __init__(self, bucket: Bucket):
+        self._bucket = bucket
+        self._tasks_of: dict[int, deque[Task]] = {length: deque() for length in bucket.lengths}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tasks_of.values()))
+
+    def add(self, task: Task) -> None:
+        self._tasks_of[self._bucket.length_of(task.sentence)].append(task)
+
+    def oldest(self) -> deque[Task]:
+        """Return the tasks with the padded length of the oldest task."""
+        lengths = [tasks for tasks in self._tasks_of.values() if tasks]
+        return min(lengths, key=lambda tasks: tasks[0].number, default=deque())
+
+    def drop_canceled(self) -> None:
+        for length, tasks in self._tasks_of.items():
+            self._tasks_of[length] = deque(task for task in tasks if not task.future.cancelled())
+
+
+class Scheduler:
+    """Waiting and running sentences of one device.
+
+    ``submit`` and ``stop`` may be called from any thread, the other methods from one.
+
+    Attributes:
+      batches: the batch rows of each bucket.
+    """
+
+    def __init__(self, batches: Sequence[RunningBatch]):
+        self.batches = batches
+        self._waiting = {batch.bucket: _Waiting(batch.bucket) for batch in batches}
+        self._unfinished: set[Task] = set()
+        self._failure: Exception | None = None
+        self._num_submitted = 0
+        self._changed = threading.Condition()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of waiting and running sentences."""
+        return len(self._unfinished)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sentences waiting for a batch row."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def num_running(self) -> int:
+        """Number of sentences in batch rows."""
+        return sum(len(batch.running) for batch in self.batches)
+
+    def submit(self, sentence: Sentence, bucket: Bucket) -> Future[list[Hypothesis]]:
+        """Add a sentence. Returns a future for its hypotheses (see ``Engine.search``)."""
+        with self._changed:
+            self._num_submitted += 1
+            task = Task(sentence, self._num_submitted)
+            if self._failure:
+                task.fail(self._failure)
+            else:
+                self._waiting[bucket].add(task)
+                self._unfinished.add(task)
+                task.future.add_done_callback(lambda _: self._unfinished.discard(task))
+            self._changed.notify_all()
+        return task.future
+
+    def stop(self, failure: Exception) -> None:
+        """Stop the search: unfinished and later futures raise ``failure``."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+            for task in list(self._unfinished):
+                task.fail(self._failure)
+
+    def wait_for_work(self) -> bool:
+        """Wait for a waiting or running sentence. Returns False after ``stop``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self.num_waiting or self.num_running)
+        return self._failure is None
+
+    def step(self) -> None:
+        """Admit waiting sentences, decode a few steps and read the results, for each bucket."""
+        with self._changed:
+            for waiting in self._waiting.values():
+                waiting.drop_canceled()
+        busy = [batch for batch in self.batches if batch.running or self._waiting[batch.bucket]]
+        for batch in busy:
+            waiting = self._waiting[batch.bucket]
+            batch.resize(len(batch.running) + len(waiting))
+            num_idle = batch.num_rows - len(batch.running)
+            admitted = self._admit(batch, self._num_admissible(batch, is_alone=len(busy) == 1))
+            max_steps = max(STEPS_PER_READ, STEPS_PER_READ_OF_ONE_ROW // batch.num_rows)
+            if admitted and waiting and len(admitted) != num_idle:
+                max_steps = 0  # other waiting sentences can take rows first
+            batch.decode(admitted, max_steps=max_steps, stop_after=max(1, batch.num_rows // 4))
+            batch.read()
+
+    def dispatch(self) -> bool:
+        """Dispatch the search of the next waiting sentences, without waiting for the device. The
+        last sentences of a bucket are decoded to the end. Returns False if no sentence is waiting.
+        """
+        for batch in self.batches:
+            waiting = self._waiting[batch.bucket]
+            if waiting:
+                admitted = self._admit(batch, batch.encode_batch_size)
+                max_steps = 0 if waiting else _NO_LIMIT
+                batch.decode(admitted, max_steps=max_steps, stop_after=_NO_LIMIT)
+                if not waiting:
+                    batch.release()
+                return True
+        return False
+
+    def read(self) -> None:
+        """Wait for all dispatched work, and finish its tasks."""
+        for batch in self.batches:
+            batch.read()
+
+    def _num_admissible(self, batch: RunningBatch, *, is_alone: bool) -> int:
+        """Return how many sentences to admit: at most one for each idle row. If all rows may be in
+        use and no other bucket has work, as many as are encoded together, because ``decode`` waits
+        for rows.
+        """
+        count = batch.encode_batch_size
+        is_full = len(self._waiting[batch.bucket].oldest()) >= count
+        if is_alone and is_full and batch.num_rows == batch.bucket.rows:
+            return count
+        return min(count, batch.num_rows - len(batch.running))
+
+    def _admit(self, batch: RunningBatch, count: int) -> list[Task]:
+        """Take up to ``count`` waiting sentences of one padded length, the oldest first."""
+        with self._changed:
+            tasks = self._waiting[batch.bucket].oldest()
+            return [tasks.popleft() for _ in range(min(count, len(tasks)))]
+
+
+def run_until_idle(schedulers: Sequence[Scheduler]) -> None:
+    """Search all waiting sentences. The work is dispatched to the devices in turn, before the host
+    waits for the first result.
+    """
+    busy = list(schedulers)
+    while busy:
+        busy = [scheduler for scheduler in busy if scheduler.dispatch()]
+    for scheduler in schedulers:
+        scheduler.read()
