@@ -44,7 +44,7 @@ class Admitted(NamedTuple):
     """Results of the sentences that were in these rows before."""
 
 
-class _Loop(NamedTuple):
+class _RefillLoop(NamedTuple):
     """State of the loop over refills."""
 
     rows: Rows
@@ -83,7 +83,7 @@ def admit_and_decode(
         state, cache = take_step(method, step_fn, state, cache, reorder=type(cache).reorder)
         return Rows(state, cache), num_steps + 1
 
-    def decode_and_refill(loop: _Loop) -> _Loop:
+    def decode_and_refill(loop: _RefillLoop) -> _RefillLoop:
         num_waiting = num_encoded - loop.num_admitted
         num_idle_before = loop.rows.state.done_B.sum()
 
@@ -99,7 +99,7 @@ def admit_and_decode(
         loop = loop._replace(rows=rows, num_steps=num_steps, has_decoded=num_waiting == 0)
         return _refill(loop, encoded, num_encoded)
 
-    loop = _Loop(
+    loop = _RefillLoop(
         rows=rows,
         admitted=Admitted(jnp.zeros(Q, jnp.int32), encoded.state.finished),
         num_admitted=jnp.int32(0),
@@ -113,7 +113,7 @@ def admit_and_decode(
     return loop.rows, Admitted(loop.admitted.row_Q, before), loop.num_steps
 
 
-def _refill(loop: _Loop, encoded: Rows, num_encoded: Array) -> _Loop:
+def _refill(loop: _RefillLoop, encoded: Rows, num_encoded: Array) -> _RefillLoop:
     """Refill up to R idle rows: copy their results out and the next sentences in."""
     state, cache = loop.rows
     B = len(state.done_B)
