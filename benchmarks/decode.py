@@ -63,6 +63,10 @@ def numbered_tokens(vocab_size: int) -> Any:
         vocab_size=vocab_size,
         tokens=lambda ids: [names[i] for i in ids],
         suppressed_ids=lambda _: [],
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
     )
     return SimpleNamespace(source=side, target=side, joint=True, vocabulary=False, pretrained=b"")
 

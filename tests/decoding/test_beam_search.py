@@ -362,25 +362,60 @@ def _squeezed_step(tokens_BW, cache):
 @pytest.mark.parametrize(
     ("message", "given"),
     [
-        (r"limit_B has shape \(\); expected 1 axes that begin with \(1,\)", {"limit_B": 5}),
+        (r"limit_B has shape \(\); expected one axis: the maximum length", {"limit_B": 5}),
+        (r"limit_B is float32; expected integers", {"limit_B": [3.0, 3.0]}),
+        (r"seed_B has shape \(3,\); expected 1 axes .* \(2,\)", {"seed_B": [1, 2, 3]}),
+        (r"max_length is 0; expected a positive number", {"max_length": 0}),
         (r"prefix_BP has shape \(3, 1\); expected 2 axes .* \(2,\)", {"prefix_BP": [[3]] * 3}),
         (r"array of the cache has shape \(\); expected any number", {"cache": {"step": 0}}),
         (r"array of the cache has shape \(2, 4\); expected", {"cache": jnp.zeros((2, 4))}),
         (r"first result of step_fn, .*, has shape \(\)", {"step_fn": lambda t, c: (c, t)}),
         (r"first result of step_fn, .*, has shape \(2, 2, 1, 5\)", {"step_fn": _squeezed_step}),
+        (r"step_fn returns .*; expected a tuple", {"step_fn": lambda t, c: _toy_step(t, c)[0]}),
+        (
+            r"returns the cache float32\[2, 2\]; expected .* argument, int32\[2, 2\]",
+            {
+                "step_fn": lambda t, c: (_toy_step(t, c)[0], c.astype(float)),
+                "cache": jnp.zeros((2, 2), int),
+            },
+        ),
     ],
 )
 def test_shapes_that_do_not_match(message, given) -> None:
-    arguments = {"step_fn": _toy_step, "cache": {}, "limit_B": [3, 3], "prefix_BP": None} | given
-    step_fn, cache = arguments.pop("step_fn"), arguments.pop("cache")
+    arguments = {"step_fn": _toy_step, "cache": {}, "limit_B": [3, 3], "max_length": 4} | given
     with pytest.raises(UserError, match=message):
-        search(BeamSearch(**IDS, beam_size=2), step_fn, cache, max_length=4, **arguments)
+        search(BeamSearch(**IDS, beam_size=2), **arguments)
 
 
-def test_a_cache_that_changes_its_type() -> None:
-    step_fn, cache = lambda t, c: (_toy_step(t, c)[0], c.astype(float)), jnp.zeros((2, 2), int)
-    with pytest.raises(TypeError, match="input and output must have identical types|equal types"):
-        search(BeamSearch(**IDS, beam_size=2), step_fn, cache, limit_B=[3, 3], max_length=4)
+def test_logits_of_numpy() -> None:
+    """A model outside JAX, here constant logits, gives the same results."""
+    logits_BWV = np.random.default_rng(0).normal(size=(2, 2, 5)).astype(np.float32)
+    results = [
+        search(
+            BeamSearch(**IDS, beam_size=2),
+            lambda tokens_BW, cache, logits_BWV=logits_BWV: (logits_BWV, cache),
+            {},
+            limit_B=[3, 3],
+            max_length=4,
+        )
+        for logits_BWV in (logits_BWV, jnp.asarray(logits_BWV))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_a_search_under_vmap() -> None:
+    """A batch of models gives the results of each model."""
+    logits_MVV = jax.random.normal(jax.random.key(0), (3, 9, 9))
+    method = BeamSearch(**IDS, beam_size=3)
+
+    def search_one(logits_VV):
+        step_fn = lambda tokens_BW, cache: (logits_VV[tokens_BW], cache)  # noqa: E731
+        return search(method, step_fn, {}, limit_B=jnp.array([8, 5]), max_length=8)
+
+    together = jax.vmap(search_one)(logits_MVV)
+    one_by_one = [search_one(logits_VV) for logits_VV in logits_MVV]
+    expected = jax.tree.map(lambda *arrays: jnp.stack(arrays), *one_by_one)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), together, expected)
 
 
 @pytest.mark.parametrize("width", [1, 100, 128, 3000])

@@ -62,7 +62,11 @@ def found_in(toys: np.ndarray, rules: Rules, *, beam_size: int):
         beam_size=beam_size,
         length_penalty=rules.length_penalty,
         length_offset=rules.length_offset,
-        constraints=Constraints(rules.min_length, tuple(rules.suppress), rules.no_repeat_ngram),
+        constraints=Constraints(
+            min_length=rules.min_length,
+            suppress=tuple(rules.suppress),
+            no_repeat_ngram=rules.no_repeat_ngram,
+        ),
     )
     return chains.hypotheses(_search(toys, prefix_BP, method=method))
 

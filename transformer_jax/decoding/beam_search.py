@@ -15,18 +15,18 @@ from transformer_jax.decoding import lexical_constraints as terms
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
-    Method,
     NextToken,
+    SearchMethod,
     SearchState,
     extend,
     finish,
     gather_beams,
 )
-from transformer_jax.settings.checks import PositiveFloat
+from transformer_jax.settings.config import BeamSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSearch(Method):
+class BeamSearch(SearchMethod, BeamSettings):
     """Beam search with ``beam_size`` live hypotheses per sentence.
 
     Each step ranks the 2W best continuations of a sentence's W live hypotheses. At most W of them
@@ -44,13 +44,10 @@ class BeamSearch(Method):
     If a sentence has terms, EOS is impossible before all are met, except at the last position, and
     ``terms.top_candidates`` replaces the order by log-probability. If no hypothesis meets all
     terms, the result has those whose unmet terms have the fewest tokens.
-    """
 
-    patience: PositiveFloat | None = None
-    """Patience factor (Kasai et al., 2022, "A Call for Clarity in Beam Search"): a sentence is also
+    With ``patience`` (Kasai et al., 2022, "A Call for Clarity in Beam Search"), a sentence is also
     done once beam size x patience hypotheses (rounded), and at least ``wanted_B``, have finished,
-    however poor they are. This is CTranslate2's rule and, with patience 1, the rule of
-    ``early_stopping=True`` in transformers. It saves steps but can miss the best hypotheses.
+    however poor they are. It saves steps but can miss the best hypotheses.
     """
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from transformer_jax.decoding.continuous_batching import Admitted, Rows, admit_and_decode
 from transformer_jax.decoding.length_buckets import Bucket, PaddedBatch
-from transformer_jax.decoding.search import Method, SearchResult, results
+from transformer_jax.decoding.search import SearchMethod, SearchResult, results
 from transformer_jax.model.gpu import on_one_device
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class ModelSearch(NamedTuple):
     """A model without its weights and a search method: the static inputs of compiled functions."""
 
     graph: nnx.GraphDef[Any]
-    method: Method
+    method: SearchMethod
 
     def admit_and_decode(
         self,

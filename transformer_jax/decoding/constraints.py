@@ -11,25 +11,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.settings.checks import Count, Section
+from transformer_jax.settings.checks import Count
+from transformer_jax.settings.config import ConstraintSettings
 
 # Represents log 0. It is finite, so sums and differences are never NaN. Real log-probabilities stay
 # far above half of it.
 IMPOSSIBLE = -1e9
 
 
-@dataclass(frozen=True)
-class Constraints(Section):
+@dataclass(frozen=True, kw_only=True)
+class Constraints(ConstraintSettings):
     """Rules for the next token. Probabilities are not renormalized over the allowed tokens, so
     reported log-probabilities are the model's own.
     """
 
-    min_length: Count = 0
-    """Minimum number of tokens before EOS."""
     suppress: tuple[Count, ...] = ()
-    """Tokens that are never generated."""
-    no_repeat_ngram: Count = 0
-    """Length of n-grams that may not repeat in a hypothesis (Paulus et al., 2017); 0: off."""
+    """Token ids that are never generated."""
 
     def apply(
         self,

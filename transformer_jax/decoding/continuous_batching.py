@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.search import (
-    Method,
+    SearchMethod,
     SearchResult,
     SearchState,
     StepFn,
@@ -56,7 +56,7 @@ class _RefillLoop(NamedTuple):
 
 
 def admit_and_decode(
-    method: Method,
+    method: SearchMethod,
     step_fn: StepFn,
     rows: Rows,
     encoded: Rows,

@@ -24,11 +24,17 @@ from transformer_jax.decoding.length_buckets import Bucket, make_buckets, pad_ba
 from transformer_jax.decoding.lexical_constraints import SIZES
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task, run_until_idle
-from transformer_jax.decoding.search import Hypothesis, Method, SearchResult, Sentence
+from transformer_jax.decoding.search import Hypothesis, SearchMethod, SearchResult, Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.model.matmul import check_int8
 from transformer_jax.model.transformer import Transformer, with_cast_weights
-from transformer_jax.settings.config import DecodingConfig, ModelConfig
+from transformer_jax.settings.config import (
+    BeamSettings,
+    ConstraintSettings,
+    DecodingConfig,
+    ModelConfig,
+    SamplingSettings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +69,7 @@ class Engine:
         if config.weights == "int8":
             check_int8()
         self.config = config
-        self.method = _method(config, suppress, model.config, free_prefix)
+        self.method = _search_method(config, suppress, model.config, free_prefix)
         positions = model.config.position_limit
         self.longest_source = min(config.max_source_length, positions)
         self._longest_target = partial(config.longest_target, positions=positions)
@@ -337,16 +343,23 @@ def search_together(
     return [futures[index].result() for index in range(len(sentences))]
 
 
-def _method(
+def _search_method(
     config: DecodingConfig, suppress: tuple[int, ...], model: ModelConfig, free_prefix: int
-) -> Method:
-    method: type[Method] = BeamSearch if config.method == "beam" else Sampling
-    shared = vars(config).keys() & {field.name for field in fields(method)}
-    return method(
-        bos_id=model.decoder_start_id,
-        eos_id=model.eos_id,
-        pad_id=model.pad_id,
-        constraints=Constraints(config.min_length, suppress, config.no_repeat_ngram),
-        free_prefix=free_prefix,
-        **{name: getattr(config, name) for name in shared},
-    )
+) -> SearchMethod:
+    """Create the search method of ``config``, for a model's token ids."""
+    rules = _part(config, ConstraintSettings)
+    shared: dict[str, Any] = {
+        "bos_id": model.decoder_start_id,
+        "eos_id": model.eos_id,
+        "pad_id": model.pad_id,
+        "constraints": Constraints(suppress=suppress, **rules),
+        "free_prefix": free_prefix,
+    }
+    if config.method == "beam":
+        return BeamSearch(**shared, **_part(config, BeamSettings))
+    return Sampling(**shared, **_part(config, SamplingSettings))
+
+
+def _part(config: DecodingConfig, part: Any) -> dict[str, Any]:
+    """Return the fields that ``config`` has from one of its base classes."""
+    return {field.name: getattr(config, field.name) for field in fields(part)}

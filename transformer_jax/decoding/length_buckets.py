@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from transformer_jax.decoding.search import NOT_FORCED, Method, Sentence
+from transformer_jax.decoding.search import NOT_FORCED, SearchMethod, Sentence
 
 
 class Bucket(NamedTuple):
@@ -61,14 +61,14 @@ class PaddedBatch(NamedTuple):
 
     source_BS: Any
     start: dict[str, Any]
-    """Arguments of ``Method.start``."""
+    """Arguments of ``SearchMethod.start``."""
 
 
 def pad_batch(
     bucket: Bucket,
     sentences: Sequence[Sentence],
     longest_target: Callable[[int], int],
-    method: Method,
+    method: SearchMethod,
 ) -> PaddedBatch:
     """Pad sentences to the same length, and their number to ``bucket.rows``. ``longest_target``
     maps a source length to the maximum target length. ``method`` has the ids of PAD and EOS.

@@ -11,41 +11,30 @@ from jax import Array
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
-    Method,
     NextToken,
+    SearchMethod,
     SearchState,
     extend,
     finish,
 )
-from transformer_jax.settings.checks import Count, Positive, PositiveFloat, PositiveFraction
+from transformer_jax.settings.checks import Few
+from transformer_jax.settings.config import SamplingSettings
 
 _LOWEST = -1e6  # lowest logit of a possible token; its probability rounds to 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(Method):
+class Sampling(SearchMethod, SamplingSettings):
     """Draws ``beam_size`` translations per sentence, sorted by score. Duplicates are possible.
 
     Reported log-probabilities are the model's own: at temperature 1 and over the whole vocabulary.
+    A sentence's samples depend on ``seed`` and on its own ``seed_B``, not on other sentences. For
+    greedy decoding, use ``top_k=1``; a temperature of 0 is invalid.
     """
 
     independent = True
 
-    beam_size: Positive = 1
-    temperature: PositiveFloat = 1.0
-    """Divisor of the logits; below 1 it favors likely tokens. 0 is invalid; use ``top_k=1`` for
-    greedy decoding.
-    """
-    top_k: Count = 0
-    """Draw only from the k most likely tokens (Fan et al., 2018). 0 draws from all tokens."""
-    top_p: PositiveFraction = 1.0
-    """Nucleus sampling, applied after ``top_k``: draw from the smallest set of most likely tokens
-    whose total probability reaches p (Holtzman et al., 2020).
-    """
-    seed: Count = 0
-    """A sentence's samples depend on this seed and on the sentence's own ``seed_B``, not on other
-    sentences.
-    """
+    beam_size: Few = 1
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""

@@ -23,7 +23,8 @@ from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
 from transformer_jax.decoding.lexical_constraints import start_progress
 from transformer_jax.decoding.logits import log_sum_exp
 from transformer_jax.errors import UserError
-from transformer_jax.settings.checks import Count, NonNegative, Positive, Section
+from transformer_jax.settings.checks import Count
+from transformer_jax.settings.config import RankingSettings
 
 Cache = Any
 StepFn = Callable[[Array, Cache], tuple[Array, Cache]]
@@ -121,9 +122,10 @@ class NextToken(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(Section, ABC):
-    """Base class of search methods, ``BeamSearch`` and ``Sampling``. Settings are static under
-    ``jax.jit``.
+class SearchMethod(RankingSettings, ABC):
+    """Base class of ``BeamSearch`` and ``Sampling``. All settings are static under ``jax.jit``.
+
+    Adds token ids and constraints to the settings of a search, which ``DecodingConfig`` shares.
     """
 
     bos_id: Count
@@ -132,15 +134,8 @@ class Method(Section, ABC):
     """Ends every target."""
     pad_id: Count
     """Padding after EOS; never generated."""
-    beam_size: Positive = 4
-    """Beam width W; ``Sampling`` draws one sample in each beam."""
     constraints: Constraints = Constraints()
-    length_penalty: NonNegative = 0.6
-    """alpha in the length penalty ((c + length) / (c + 1))^alpha, which divides log-probabilities
-    to rank finished hypotheses.
-    """
-    length_offset: NonNegative = 5.0
-    """c in the length penalty."""
+    """Rules for the next token."""
     free_prefix: Count = 0
     """Number of tokens at the start of each prefix whose log-probability counts as 0, such as the
     language that a many-to-many model translates to.
@@ -225,7 +220,7 @@ def gather_beams(tree: Any, parents_BW: Array) -> Any:
 
 
 def search(
-    method: Method,
+    method: SearchMethod,
     step_fn: StepFn,
     cache: Cache,
     *,
@@ -255,20 +250,27 @@ def search(
       UserError: EOS is outside the vocabulary; an array has the wrong shape.
     """
     limit_B = jnp.asarray(limit_B)
-    B = limit_B.size
+    if limit_B.ndim != 1:
+        raise UserError(
+            f"limit_B has shape {limit_B.shape}; expected one axis: the maximum length of each "
+            "sentence, such as jnp.full(num_sentences, 50)."
+        )
+    B = len(limit_B)
     prefix_BP = jnp.zeros((B, 0), jnp.int32) if prefix_BP is None else jnp.asarray(prefix_BP)
-    tokens_BW = jax.ShapeDtypeStruct((B, method.beam_size), jnp.int32)
-    _check_shape("limit_B", limit_B, (B,), 1)
-    _check_shape("prefix_BP", prefix_BP, (B,), 2)
-    for leaf in jax.tree.leaves(cache) if reorder is gather_beams else []:
-        _check_shape("An array of the cache", leaf, tokens_BW.shape)
-    logits_BWV, _ = jax.eval_shape(step_fn, tokens_BW, cache)
-    _check_shape("The first result of step_fn, the logits,", logits_BWV, tokens_BW.shape, 3)
+    seed_B = jnp.arange(B) if seed_B is None else jnp.asarray(seed_B)
+    _check_shape("prefix_BP", prefix_BP, (B,), ndim=2)
+    _check_shape("seed_B", seed_B, (B,), ndim=1)
+    for name, array in {"limit_B": limit_B, "prefix_BP": prefix_BP, "seed_B": seed_B}.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise UserError(f"{name} is {array.dtype}; expected integers.")
+    if max_length < 1:
+        raise UserError(f"max_length is {max_length}; expected a positive number of tokens.")
+    _check_step(method, step_fn, cache, B, needs_beams=reorder is gather_beams)
     state = method.start(
         jnp.minimum(limit_B, max_length),
         max_length=max_length,
         prefix_BP=prefix_BP,
-        seed_B=jnp.arange(B) if seed_B is None else seed_B,
+        seed_B=seed_B,
     )
     state, _ = jax.lax.while_loop(
         lambda carry: ~carry[0].done_B.all(),
@@ -284,12 +286,40 @@ def _check_shape(name: str, x: Any, begins: tuple[int, ...], ndim: int | None = 
     if shape[: len(begins)] != begins or ndim not in (None, len(shape)):
         raise UserError(
             f"{name} has shape {shape}; expected {ndim or 'any number of'} axes that begin with "
-            f"{begins}, the number of sentences and beams."
+            f"{begins}, the number of sentences{' and beams' if len(begins) > 1 else ''}."
         )
 
 
+def _check_step(
+    method: SearchMethod, step_fn: StepFn, cache: Cache, B: int, *, needs_beams: bool
+) -> None:
+    """Check the logits and the cache that ``step_fn`` returns, without running it."""
+    tokens_BW = jax.ShapeDtypeStruct((B, method.beam_size), jnp.int32)
+    for leaf in jax.tree.leaves(cache) if needs_beams else []:
+        _check_shape("An array of the cache", leaf, tokens_BW.shape)
+    outputs = jax.eval_shape(step_fn, tokens_BW, cache)
+    if not (isinstance(outputs, tuple) and len(outputs) == 2):
+        raise UserError(
+            f"step_fn returns {_described(outputs)}; expected a tuple (logits_BWV, cache)."
+        )
+    logits_BWV, new_cache = outputs
+    _check_shape("The first result of step_fn, the logits,", logits_BWV, tokens_BW.shape, ndim=3)
+    before = _described(cache)
+    after = _described(new_cache)
+    if before != after:
+        raise UserError(
+            f"step_fn returns the cache {after}; expected the structure, shapes and types of its "
+            f"argument, {before}."
+        )
+
+
+def _described(tree: Any) -> str:
+    """Return the structure, shapes and types of a tree of arrays."""
+    return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree))
+
+
 def take_step(
-    method: Method,
+    method: SearchMethod,
     step_fn: StepFn,
     state: SearchState,
     cache: Cache,
@@ -303,6 +333,7 @@ def take_step(
     last_BW = jnp.take_along_axis(tokens_BWL, before_B11, axis=2)[:, :, 0]
     tokens_BW = jnp.where(state.position_B[:, None] == 0, method.bos_id, last_BW)
     logits_BWV, cache = step_fn(tokens_BW, cache)
+    logits_BWV = jnp.asarray(logits_BWV)
     if method.eos_id >= logits_BWV.shape[-1]:
         raise UserError(
             f"eos_id is {method.eos_id}; expected a token id in the vocabulary of "
@@ -324,7 +355,7 @@ def take_step(
     return new, cache if parents_BW is None else reorder(cache, parents_BW)
 
 
-def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextToken:
+def _next_token(method: SearchMethod, state: SearchState, logits_BWV: Array) -> NextToken:
     B, W, V = logits_BWV.shape
     logits_RV = logits_BWV.reshape(B * W, V).astype(jnp.float32)
     # All logits of a row may be -inf; the normalizer must not turn them into NaN.

@@ -544,12 +544,10 @@ class TrainingConfig(Section, prefix="training."):
         )
 
 
-@dataclass(frozen=True)
-class DecodingConfig(Section, prefix="decoding."):
-    """Beam search (section 6.1) or sampling."""
+@dataclass(frozen=True, kw_only=True)
+class RankingSettings(Section):
+    """Settings of every search method. Hypotheses are ranked by log P / length penalty."""
 
-    method: Literal["beam", "sample"] = "beam"
-    """Search for the most likely translation, or sample from the model's distribution."""
     beam_size: Few = 4
     """beam: number of hypotheses kept per sentence (1: greedy). sample: number of samples."""
     length_penalty: NonNegative = 0.6
@@ -558,30 +556,56 @@ class DecodingConfig(Section, prefix="decoding."):
     length_offset: NonNegative = 5.0
     """c in the length penalty: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers,
     which divide by length^alpha."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSettings(RankingSettings):
+    """Settings of beam search."""
+
     patience: PositiveFloat | None = None
     """beam: stop once beam_size x patience translations of a sentence are finished, as CTranslate2
     does (1: as transformers does with early_stopping=True). Faster, but can miss better
     translations. None: stop when no unfinished translation can still win."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings(RankingSettings):
+    """Settings of sampling."""
+
+    temperature: PositiveFloat = 1.0
+    """sample: divide logits by this value. Values below 1 make likely tokens more likely."""
+    top_k: Count = 0
+    """sample: draw only from the k most likely tokens (Fan et al., 2018); 0: from all tokens."""
+    top_p: PositiveFraction = 1.0
+    """sample: draw only from the smallest set of most likely tokens whose total probability is at
+    least p (Holtzman et al., 2020); 1: from all tokens."""
+    seed: Count = 0
+    """sample: random seed. The samples of a line do not depend on its batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstraintSettings(Section):
+    """Rules for the next token of any search method."""
+
+    min_length: Count = 0
+    """Minimum number of tokens in a translation."""
+    no_repeat_ngram: Count = 0
+    """Block repeated n-grams of this size within a translation (Paulus et al., 2017); 0: off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingConfig(ConstraintSettings, SamplingSettings, BeamSettings, prefix="decoding."):
+    """Beam search (section 6.1) or sampling."""
+
+    method: Literal["beam", "sample"] = "beam"
+    """Search for the most likely translation, or sample from the model's distribution."""
     max_extra_length: Size = 50
     """Maximum number of tokens by which a translation can exceed its source."""
     max_length: Size | None = None
     """Maximum number of tokens in a translation, including EOS and a target language, whatever the
     length of its source. None: only max_extra_length limits it."""
-    min_length: Count = 0
-    """Minimum number of tokens in a translation."""
-    no_repeat_ngram: Count = 0
-    """Block repeated n-grams of this size within a translation; 0: off."""
     suppress: tuple[str, ...] = ()
     """Target tokens that are never generated, written as in the vocabulary (`▁` is a space)."""
-    temperature: PositiveFloat = 1.0
-    """sample: divide logits by this value. Values below 1 make likely tokens more likely."""
-    top_k: Count = 0
-    """sample: draw only from the k most likely tokens; 0: from all tokens."""
-    top_p: PositiveFraction = 1.0
-    """sample: draw only from the smallest set of most likely tokens whose total probability is at
-    least p; 1: from all tokens."""
-    seed: Count = 0
-    """sample: random seed. The samples of a line do not depend on its batch."""
     max_source_length: LineLength = 256
     """Maximum source length in tokens, including EOS. Longer lines are translated in segments, with
     a warning."""
