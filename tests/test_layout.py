@@ -73,6 +73,7 @@ TRUNK = [
     "decoding.constraints",
     "decoding.lexical_constraints",
     "decoding.logits",
+    "decoding.length_penalty",
     "decoding.search",
     "decoding.beam_search",
     "decoding.sampling",

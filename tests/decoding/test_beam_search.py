@@ -14,10 +14,10 @@ from reference_search import Rules, every_hypothesis, reference_search
 from reference_search import chain as as_model
 
 from transformer_jax.decoding.beam_search import BeamSearch
+from transformer_jax.decoding.length_penalty import length_penalty
 from transformer_jax.decoding.logits import log_sum_exp, top_k
 from transformer_jax.decoding.search import (
     gather_beams,
-    length_divisor,
     results,
     search,
     take_step,
@@ -278,8 +278,8 @@ def test_top_k_equals_lax(backend, width, k, monkeypatch):
             np.testing.assert_array_equal(found, expected)
 
 
-def test_length_divisor_equals_the_papers() -> None:
-    found = length_divisor(jnp.array([1, 7, 25]), 0.6)
+def test_length_penalty_equals_the_papers() -> None:
+    found = length_penalty(jnp.array([1, 7, 25]), 0.6)
     np.testing.assert_allclose(found, [1.0, 2**0.6, 5**0.6], rtol=1e-6)
 
 
@@ -312,7 +312,7 @@ def test_a_free_prefix_has_log_probability_0(free_prefix, free):
     expected = [0.02 / free, 0.08 / max(free, 0.1), 0.9]
     np.testing.assert_allclose([log_prob for *_, log_prob in best], np.log(expected), rtol=1e-5)
     for tokens, score, log_prob in best:
-        assert score == pytest.approx(log_prob / float(length_divisor(len(tokens), 0.6)), rel=1e-5)
+        assert score == pytest.approx(log_prob / float(length_penalty(len(tokens), 0.6)), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from chains import EOS, IDS, random_chains
 
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.constraints import Constraints
+from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import search
 from transformer_jax.errors import UserError
@@ -58,6 +58,37 @@ def test_frequencies_are_the_models(temperature):
         assert sum(counts.values()) == 4000
         for token in range(VOCAB):
             assert abs(counts[token] - expected[token]) <= 4 * np.sqrt(expected[token] + 1)
+
+
+def probabilities(logits, temperature, top_k, top_p):
+    """The distribution to draw from, in float64 and step by step."""
+    chances = np.exp((logits - logits.max()) / temperature)
+    chances[logits <= IMPOSSIBLE / 2] = 0
+    order = np.argsort(-chances, kind="stable")
+    if top_k:
+        chances[order[top_k:]] = 0
+    chances /= chances.sum()
+    before = np.cumsum(chances[order]) - chances[order]
+    chances[order[before >= top_p]] = 0
+    return chances / chances.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 4, 50])
+@pytest.mark.parametrize("top_p", [0.4, 0.9, 1.0])
+def test_draws_follow_temperature_then_top_k_then_top_p(temperature, top_k, top_p):
+    """Only tokens of the reference's set are drawn, as often as it says."""
+    count = 4000
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=12).astype(np.float32) * 1.5
+    logits[[2, 7]] = IMPOSSIBLE
+    method = Sampling(**IDS, temperature=temperature, top_k=top_k, top_p=top_p)
+    keys = jax.random.split(jax.random.key(1), count)
+    drawn = np.asarray(method._draw(jnp.broadcast_to(logits, (count, 12)), keys))
+    expected = probabilities(logits.astype(float), temperature, top_k, top_p) * count
+    counts = np.bincount(drawn, minlength=12)
+    assert not counts[expected == 0].any()
+    assert (np.abs(counts - expected) <= 4 * np.sqrt(expected + 1)).all()
 
 
 def test_top_k_and_top_p_keep_the_most_likely_tokens():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding import lexical_constraints as terms
+from transformer_jax.decoding import lexical_constraints
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
@@ -39,11 +39,11 @@ class BeamSearch(SearchMethod, BeamSettings):
     Log-probabilities never increase and the length penalty never decreases, so the best live
     log-probability divided by the length penalty at the maximum length is an upper bound.
 
-    Finished hypotheses are ranked by log-probability / ``length_divisor``.
+    Finished hypotheses are ranked by log-probability / ``length_penalty`` (``length_penalty.py``).
 
     If a sentence has terms, EOS is impossible before all are met, except at the last position, and
-    ``terms.top_candidates`` replaces the order by log-probability. If no hypothesis meets all
-    terms, the result has those whose unmet terms have the fewest tokens.
+    ``lexical_constraints.allocate_beam`` replaces the order by log-probability. If no hypothesis
+    meets all terms, the result has those whose unmet terms have the fewest tokens.
 
     With ``patience`` (Kasai et al., 2022, "A Call for Clarity in Beam Search"), a sentence is also
     done once beam size x patience hypotheses (rounded), and at least ``wanted_B``, have finished,
@@ -60,13 +60,13 @@ class BeamSearch(SearchMethod, BeamSettings):
 
         # EOS finishes a hypothesis only if it ranks among the first W. A beam of 1 is then greedy.
         first = jax.tree.map(lambda x: x[:, :W], candidates)
-        scores_BW = first.log_probs_BW / self.divisor(state.position_B + 1)[:, None]
+        scores_BW = first.log_probs_BW / self.penalty(state.position_B + 1)[:, None]
         ends_BW = ends_BC[:, :W]
         if state.terms_BKAM is not None:
-            progress = terms.advance(candidates.progress, state.terms_BKAM, tokens_BC)
-            need_BC = terms.need(progress, state.terms_BKAM)
+            progress = lexical_constraints.advance(candidates.progress, state.terms_BKAM, tokens_BC)
+            num_needed_BC = lexical_constraints.num_needed(progress, state.terms_BKAM)
             has_ended_B1 = state.finished.scores_BN[:, :1] > IMPOSSIBLE / 2
-            ends_BW &= need_BC[:, :W] <= jnp.where(has_ended_B1, 0, need_BC[:, :1])
+            ends_BW &= num_needed_BC[:, :W] <= jnp.where(has_ended_B1, 0, num_needed_BC[:, :1])
             is_kept_BC = jnp.cumsum(~ends_BC, axis=1) <= W
             log_probs_BC = jnp.where(is_kept_BC, candidates.log_probs_BW, IMPOSSIBLE)
             candidates = candidates._replace(progress=progress, log_probs_BW=log_probs_BC)
@@ -75,7 +75,7 @@ class BeamSearch(SearchMethod, BeamSettings):
         log_probs_BC = jnp.where(ends_BC, IMPOSSIBLE, candidates.log_probs_BW)
         log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
         live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
-        bound_B = log_probs_BW[:, 0] / self.divisor(state.limit_B)
+        bound_B = log_probs_BW[:, 0] / self.penalty(state.limit_B)
         last_B1 = state.wanted_B[:, None] - 1
         worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
         done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)
@@ -98,17 +98,18 @@ class BeamSearch(SearchMethod, BeamSettings):
         over the whole vocabulary are therefore never materialized.
         """
         logits_RV, normalizer_R1, forced_R = scores
-        (B, W), V = state.live.log_probs_BW.shape, logits_RV.shape[1]
-        K = min(2 * W, V)
+        B, W = state.live.log_probs_BW.shape
+        K = min(2 * W, logits_RV.shape[1])
         values_RK, tokens_RK = top_k(logits_RV, K)
-        live, terms_BKAM = state.live, state.terms_BKAM
+        terms_BKAM = state.terms_BKAM
         if terms_BKAM is not None:
-            values_RK, tokens_RK = terms.with_next(
-                live.progress, terms_BKAM, tokens_RK, logits_RV, self.eos_id
+            values_RK, tokens_RK = lexical_constraints.add_needed_tokens(
+                state.live.progress, terms_BKAM, tokens_RK, logits_RV, self.eos_id
             )
             K = tokens_RK.shape[1]
         # A forced token is the only continuation, regardless of the constraints.
-        forced_R1, first_1K = forced_R[:, None], (jnp.arange(K) == 0)[None]
+        forced_R1 = forced_R[:, None]
+        first_1K = (jnp.arange(K) == 0)[None]
         forced_value_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
         forced_values_RK = jnp.where(first_1K, forced_value_R1, IMPOSSIBLE)
         values_RK = jnp.where(forced_R1 < 0, values_RK, forced_values_RK)
@@ -123,11 +124,15 @@ class BeamSearch(SearchMethod, BeamSettings):
             _, places_BC = jax.lax.top_k(log_probs_BX, 2 * W)
         else:
             tokens_BX = tokens_RK.reshape(B, W * K)
-            repeated = jax.tree.map(lambda x: jnp.repeat(x, K, axis=1), live.progress)
-            need_BX = terms.need(terms.advance(repeated, terms_BKAM, tokens_BX), terms_BKAM)
-            left_B = state.limit_B - state.position_B - 2
-            ends_BX = tokens_BX == self.eos_id
-            places_BC = terms.top_candidates(need_BX, log_probs_BX, ends_BX, left_B, W)
+            progress = jax.tree.map(lambda x: jnp.repeat(x, K, axis=1), state.live.progress)
+            progress = lexical_constraints.advance(progress, terms_BKAM, tokens_BX)
+            places_BC = lexical_constraints.allocate_beam(
+                lexical_constraints.num_needed(progress, terms_BKAM),
+                log_probs_BX,
+                ends_BX=tokens_BX == self.eos_id,
+                num_left_B=state.limit_B - state.position_B - 2,
+                beam_size=W,
+            )
         tokens_BC, token_log_probs_BC = (
             jnp.take_along_axis(x.reshape(B, W * K), places_BC, axis=1)
             for x in (tokens_RK, token_log_probs_RK)

@@ -48,7 +48,8 @@ class Constraints(ConstraintSettings):
           tokens_RL: tokens of R hypotheses, of which only the first ``position_R`` are valid.
           forced_R: the token that must come next, regardless of the rules; negative: none.
         """
-        is_free_R1, rows_R1 = forced_R[:, None] < 0, jnp.arange(forced_R.shape[0])[:, None]
+        is_free_R1 = forced_R[:, None] < 0
+        rows_R1 = jnp.arange(forced_R.shape[0])[:, None]
         if self.no_repeat_ngram:
             repeats_RL = _ends_of_repeats(tokens_RL, position_R, self.no_repeat_ngram)
             bounds_RL = jnp.where(repeats_RL & is_free_R1, IMPOSSIBLE, jnp.inf)

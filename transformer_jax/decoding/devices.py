@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer_jax.devices.machine import find_devices, num_cores
 
-_ROWS_OF_A_CORE = 4
+_MIN_ROWS_PER_CORE = 4
 
 
 def devices_for_rows(rows: int) -> list[jax.Device]:
@@ -20,11 +20,12 @@ def devices_for_rows(rows: int) -> list[jax.Device]:
     If JAX is not initialized yet, each CPU core becomes a device. A single device for all cores is
     slower (docs/decisions.md), but each device compiles the search for itself.
     """
-    most = max(1, rows // _ROWS_OF_A_CORE)
+    max_cpu_devices = max(1, rows // _MIN_ROWS_PER_CORE)
     with contextlib.suppress(RuntimeError):  # JAX is already initialized
-        jax.config.update("jax_num_cpu_devices", min(most, num_cores()))
+        jax.config.update("jax_num_cpu_devices", min(max_cpu_devices, num_cores()))
     devices = find_devices()
-    return devices[: most if devices[0].platform == "cpu" else rows]
+    is_cpu = devices[0].platform == "cpu"
+    return devices[: max_cpu_devices if is_cpu else rows]
 
 
 def on_device(arrays: Any, device: jax.Device | None) -> Any:

@@ -142,9 +142,9 @@ class Engine:
             "for EOS)."
         )
 
-    def buckets_with_terms(self, most: int) -> list[Bucket]:
-        """Return the buckets for sentences with up to ``most`` terms, or those without terms."""
-        sizes = [(), *(size for size in SIZES if size[0] <= most)]
+    def buckets_with_terms(self, max_terms: int) -> list[Bucket]:
+        """Return the buckets for sentences with up to ``max_terms`` terms, or without terms."""
+        sizes = [(), *(size for size in SIZES if size[0] <= max_terms)]
         return [bucket._replace(terms=size) for size in sizes for bucket in self.buckets]
 
     def encode(self, bucket: Bucket, sentences: Sequence[Sentence]) -> Rows:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +53,13 @@ class Ensemble(nnx.Module):
 
     def logits(self, hidden: tuple[Array, ...]) -> Array:
         """Return logits of the mean probabilities, float32 [B, T, V]."""
-        each = zip(self.models, hidden, strict=True)
-        return _of_mean([model.logits(hidden_BTD) for model, hidden_BTD in each])
+        pairs = zip(self.models, hidden, strict=True)
+        return _logits_of_mean([model.logits(hidden_BTD) for model, hidden_BTD in pairs])
 
     def cross_attention(self, source_BS: Array, target_BT: Array, layer: int | None) -> Array:
         """Return the mean of ``Transformer.cross_attention`` over the models."""
-        each = [model.cross_attention(source_BS, target_BT, layer) for model in self.models]
-        return jnp.stack(each).mean(axis=0)
+        weights = [model.cross_attention(source_BS, target_BT, layer) for model in self.models]
+        return jnp.stack(weights).mean(axis=0)
 
     def encode(self, source_BS: Array) -> tuple[Array, ...]:
         """Return each model's encoder output ``memory_BSD``."""
@@ -68,8 +69,9 @@ class Ensemble(nnx.Module):
         self, memories: tuple[Array, ...], source_mask_BS: Array, **sizes: int
     ) -> DecoderCache:
         """Create a cache with the layers of all models. See ``Transformer.start_cache``."""
-        each = zip(self.models, memories, strict=True)
-        cross = [layer for model, memory in each for layer in model.cross_keys_values(memory)]
+        cross: list[Any] = []
+        for model, memory_BSD in zip(self.models, memories, strict=True):
+            cross += model.cross_keys_values(memory_BSD)
         return empty_cache(cross, source_mask_BS, **sizes)
 
     def decode_step(self, tokens_BW: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
@@ -80,7 +82,7 @@ class Ensemble(nnx.Module):
             model.next_logits(tokens_BW, list(islice(rest, model.config.decoder_layers)))
             for model in self.models
         ]
-        return _of_mean(logits), cache.append(layers)
+        return _logits_of_mean(logits), cache.append(layers)
 
 
 def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
@@ -89,7 +91,7 @@ def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
     return config.source_vocab_size or config.vocab_size, config.vocab_size
 
 
-def _of_mean(logits: Sequence[Array]) -> Array:
+def _logits_of_mean(logits: Sequence[Array]) -> Array:
     """Compute logits whose softmax is the mean of the models' probabilities."""
-    log_probs = jnp.stack([jax.nn.log_softmax(each) for each in logits])
+    log_probs = jnp.stack([jax.nn.log_softmax(x) for x in logits])
     return jax.nn.logsumexp(log_probs, axis=0)

@@ -17,7 +17,7 @@ from transformer_jax.decoding.search import (
     extend,
     finish,
 )
-from transformer_jax.settings.checks import Few
+from transformer_jax.settings.checks import Positive
 from transformer_jax.settings.config import SamplingSettings
 
 _LOWEST = -1e6  # lowest logit of a possible token; its probability rounds to 0
@@ -34,7 +34,7 @@ class Sampling(SearchMethod, SamplingSettings):
 
     independent = True
 
-    beam_size: Few = 1
+    beam_size: Positive = 1
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""
@@ -51,11 +51,11 @@ class Sampling(SearchMethod, SamplingSettings):
 
         live = extend(state.live, state.position_B, tokens_BW, token_log_probs_BW)
         ends_BW = tokens_BW == self.eos_id
-        divisor_B1 = self.divisor(state.position_B + 1)[:, None]
+        penalty_B1 = self.penalty(state.position_B + 1)[:, None]
         log_probs_BW = jnp.where(ends_BW, IMPOSSIBLE, live.log_probs_BW)
         state = state._replace(
             live=live._replace(log_probs_BW=log_probs_BW),
-            finished=finish(state, live, ends_BW, live.log_probs_BW / divisor_B1),
+            finished=finish(state, live, ends_BW, live.log_probs_BW / penalty_B1),
             done_B=(log_probs_BW <= IMPOSSIBLE / 2).all(axis=1),
         )
         return state, None
@@ -80,9 +80,10 @@ class Sampling(SearchMethod, SamplingSettings):
         # At any temperature the most likely token has logit 0, and possible tokens stay far above
         # impossible tokens.
         temperature = max(self.temperature, float(jnp.finfo(jnp.float32).tiny))
-        warmed_RV = (values_RV - values_RV.max(axis=1, keepdims=True)) / temperature
-        warmed_RV = jnp.maximum(warmed_RV, _LOWEST)
-        values_RK, tokens_RK = jnp.where(values_RV > IMPOSSIBLE / 2, warmed_RV, IMPOSSIBLE), None
+        scaled_RV = (values_RV - values_RV.max(axis=1, keepdims=True)) / temperature
+        scaled_RV = jnp.maximum(scaled_RV, _LOWEST)
+        values_RK = jnp.where(values_RV > IMPOSSIBLE / 2, scaled_RV, IMPOSSIBLE)
+        tokens_RK = None  # all tokens, in the order of their ids
         if self.top_k or self.top_p < 1:
             V = values_RV.shape[1]
             values_RK, tokens_RK = top_k(values_RK, min(self.top_k or V, V))

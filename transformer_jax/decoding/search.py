@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
+from transformer_jax.decoding.length_penalty import length_penalty
 from transformer_jax.decoding.lexical_constraints import start_progress
 from transformer_jax.decoding.logits import log_sum_exp
 from transformer_jax.errors import UserError
@@ -69,7 +70,7 @@ class SearchResult(NamedTuple):
     tokens_BNL: Array
     """int32: the tokens, EOS, then PAD."""
     scores_BN: Array
-    """float32: ranking score, log-probability / ``length_divisor``."""
+    """float32: ranking score, log-probability / ``length_penalty``."""
     log_probs_BN: Array
     """float32: sum of the tokens' log-probabilities, EOS included."""
     lengths_BN: Array
@@ -86,7 +87,7 @@ class Beams(NamedTuple):
     log_probs_BW: Array
     """IMPOSSIBLE marks a slot without a live hypothesis."""
     progress: Any = None
-    """``Progress`` in the sentence's terms. None: no terms."""
+    """``TermProgress``: which of the sentence's terms the hypotheses contain. None: no terms."""
 
 
 class SearchState(NamedTuple):
@@ -151,9 +152,9 @@ class SearchMethod(RankingSettings, ABC):
         the beam itself). Sets ``done_B`` if no live hypothesis can improve the result.
         """
 
-    def divisor(self, lengths: Array) -> Array:
+    def penalty(self, lengths: Array) -> Array:
         """Compute the length penalty for hypotheses of these lengths."""
-        return length_divisor(lengths, self.length_penalty, self.length_offset)
+        return length_penalty(lengths, self.length_penalty, self.length_offset)
 
     def start(
         self,
@@ -169,7 +170,9 @@ class SearchMethod(RankingSettings, ABC):
         the width of ``prefix_BP``). Sentences whose ``limit_B`` is 0 are skipped. Beam search stops
         once it has the ``wanted_B`` best hypotheses (default: W); any others may not be the best.
         """
-        B, W, L = limit_B.shape[0], self.beam_size, max_length or prefix_BP.shape[1]
+        B = limit_B.shape[0]
+        W = self.beam_size
+        L = max_length or prefix_BP.shape[1]
         progress = None if terms_BKAM is None else start_progress(terms_BKAM, limit_B, W)
         num_live = W if self.independent else 1
         tokens_BWL = jnp.full((B, W, L), self.pad_id, jnp.int32)
@@ -196,16 +199,6 @@ class SearchMethod(RankingSettings, ABC):
             num_ended_B=jnp.zeros(B, jnp.int32),
             terms_BKAM=terms_BKAM,
         )
-
-
-def length_divisor(
-    lengths: Array | int, length_penalty: float, length_offset: float = 5.0
-) -> Array:
-    """Compute the length penalty ((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14:
-    c = 5; the paper's section 6.1 uses alpha = 0.6).
-    """
-    lengths = jnp.asarray(lengths, jnp.float32)
-    return ((length_offset + lengths) / (length_offset + 1)) ** length_penalty
 
 
 def gather_beams(tree: Any, parents_BW: Array) -> Any:

@@ -63,7 +63,7 @@ class CTranslate2Model:
             intra_threads=1,
         )
         lengths = jnp.arange(_LONGEST)
-        self._length_penalties = np.asarray(translator.engines[0].method.divisor(lengths))
+        self._length_penalties = np.asarray(translator.engines[0].method.penalty(lengths))
 
     def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
         """Find hypotheses for each sentence, best first."""
