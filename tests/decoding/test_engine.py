@@ -292,6 +292,20 @@ def test_overlong_sentences(engine):
 
 
 @pytest.mark.parametrize(
+    ("sentence", "message"),
+    [
+        ([5, 6], r"A sentence is \[5, 6\]; expected a Sentence, such as"),
+        (Sentence("ab"), "has the tokens 'ab'; expected token ids"),
+        (Sentence([5.5]), r"has the tokens \[5.5\]; expected token ids"),
+        (Sentence([5], prefix=["a"]), r"has the tokens \['a'\]; expected token ids"),
+    ],
+)
+def test_sentences_without_token_ids(engine, sentence, message):
+    with pytest.raises(UserError, match=message):
+        engine.search([SENTENCES[0], sentence])
+
+
+@pytest.mark.parametrize(
     "sentence", [Sentence([5, 40]), Sentence([-1]), Sentence([5], prefix=np.array([40]))], ids=str
 )
 def test_token_ids_outside_the_vocabulary_give_no_result(engine, sentence):

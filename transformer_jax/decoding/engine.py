@@ -25,7 +25,7 @@ from transformer_jax.decoding.lexical_constraints import SIZES
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task, run_until_idle
 from transformer_jax.decoding.search import Hypothesis, SearchMethod, SearchResult, Sentence
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.matmul import check_int8
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import (
@@ -130,8 +130,18 @@ class Engine:
 
     def bucket_of(self, sentence: Sentence) -> Bucket:
         """Find the bucket for a sentence's length and terms. Raises ``UserError`` if it is too
-        long.
+        long, or not a ``Sentence`` of token ids.
         """
+        if not isinstance(sentence, Sentence):
+            raise UserError(
+                f"A sentence is {short_repr(sentence)}; expected a Sentence, such as "
+                "Sentence(token_ids)."
+            )
+        for tokens in (sentence.tokens, sentence.prefix):
+            if len(tokens) and np.asarray(tokens).dtype.kind not in "iu":
+                raise UserError(
+                    f"A sentence has the tokens {short_repr(tokens)}; expected token ids."
+                )
         length = len(sentence.tokens)
         for bucket in self.buckets:
             if length < bucket.lengths[-1]:
@@ -317,9 +327,10 @@ def search_together(
     """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
     engines than needed to give every sentence a row.
     """
+    bucket_of = [engines[0].bucket_of(sentence) for sentence in sentences]
     keys = [(np.shape(sentence.terms), -len(sentence.tokens)) for sentence in sentences]
     longest_first = sorted(range(len(sentences)), key=keys.__getitem__)
-    buckets = [engines[0].bucket_of(sentences[index]) for index in longest_first]
+    buckets = [bucket_of[index] for index in longest_first]
     if buckets:
         engines = engines[: -(-len(sentences) // buckets[0].rows)]
     schedulers = [
