@@ -52,7 +52,7 @@ class _RefillLoop(NamedTuple):
     num_admitted: Array
     num_steps: Array
     has_decoded: Array
-    """Whether the steps after the last refill are done."""
+    """True once the steps after the last refill are done."""
 
 
 def admit_and_decode(

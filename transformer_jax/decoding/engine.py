@@ -185,8 +185,8 @@ class EngineBatch(RunningBatch):
     """
 
     def __init__(self, engine: Engine, bucket: Bucket, *, is_resizable: bool = False):
-        """Prepare rows for sentences of ``bucket``. If ``is_resizable``, their number can be
-        smaller than that of the bucket.
+        """Prepare rows for sentences of ``bucket``. If ``is_resizable``, there are fewer rows than
+        in the bucket while few sentences are in progress.
         """
         self.bucket = bucket
         self._engine = engine

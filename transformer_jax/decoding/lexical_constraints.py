@@ -35,7 +35,7 @@ _ROUND_GAP = 1e5
 
 
 class TermProgress(NamedTuple):
-    """Which terms each hypothesis contains."""
+    """Unmet terms of each hypothesis, and its progress in their alternatives."""
 
     unmet_BWK: Array
     matched_BWKA: Array

@@ -1,15 +1,15 @@
-"""Scheduling: which sentences wait, which are in batch rows, and which are finished.
+"""Scheduler: the waiting, running and finished sentences of a device.
 
 The states of a sentence::
 
     submit            admit              decode, read
     ------> WAITING --------> RUNNING ----------------> FINISHED
-            for a row, the    in a row                  its future has hypotheses
-            oldest first                                or an error
+            oldest first      in a batch row            the future has hypotheses
+                                                        or an error
 
-A sentence whose future is canceled is dropped where it is. A running sentence keeps its row until
-it is finished. ``Engine.search`` submits all sentences, then calls ``run_until_idle``. A service
-calls ``Scheduler.step`` again and again, in one thread for each device.
+A canceled future removes its sentence from the queue or the row. A running sentence keeps its row
+until it is finished. ``Engine.search`` submits all sentences, then calls ``run_until_idle``. A
+service calls ``Scheduler.step`` again and again, in one thread for each device.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Waiting:
 class Scheduler:
     """Waiting and running sentences of one device.
 
-    ``submit`` and ``stop`` may be called from any thread, the other methods from one.
+    Any thread may call ``submit`` and ``stop``. A single thread calls the other methods.
 
     Attributes:
       batches: the batch rows of each bucket.
@@ -225,9 +225,8 @@ class Scheduler:
             batch.read()
 
     def _num_admissible(self, batch: RunningBatch, *, is_alone: bool) -> int:
-        """Return how many sentences to admit: at most one for each idle row. If all rows may be in
-        use and no other bucket has work, as many as are encoded together, because ``decode`` waits
-        for rows.
+        """Return the maximum number of sentences to admit: one for each idle row. If no other
+        bucket has work, a full batch of encoded sentences can wait for rows in ``decode``.
         """
         count = batch.encode_batch_size
         is_full = len(self._waiting[batch.bucket].oldest()) >= count
