@@ -15,7 +15,8 @@ from random_models import make_model
 
 from transformer_jax.decoding.engine import Engine, EngineBatch
 from transformer_jax.decoding.ensemble import Ensemble
-from transformer_jax.decoding.scheduler import Scheduler
+from transformer_jax.decoding.length_buckets import Bucket
+from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, run_until_idle
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.settings.config import DecodingConfig
 
@@ -195,3 +196,51 @@ def test_nan_parameters_give_no_hypotheses():
     scheduler.step()
     assert future.result(timeout=0) == []
     assert scheduler.batches[0].num_invalid == 1
+
+
+class RecordingBatch(RunningBatch):
+    """Batch rows that record the calls, and finish every sentence when results are read."""
+
+    encode_batch_size = property(lambda self: 2)
+    running = property(lambda self: [])
+
+    def __init__(self, bucket, calls):
+        self.bucket = bucket
+        self.num_rows = bucket.rows
+        self.calls = calls
+        self.decoded = []
+
+    def decode(self, admitted, *, max_steps, stop_after):
+        self.calls.append([len(admitted), max_steps > 0])
+        self.decoded += admitted
+
+    def read(self):
+        self.calls.append("read")
+        for task in self.decoded:
+            task.finish([])
+
+    def release(self):
+        self.calls.append("release")
+
+    compile = resize = None
+
+
+def test_all_work_is_dispatched_before_the_host_reads_a_result():
+    """Only the last sentences of a bucket are decoded to the end."""
+    short, long = Bucket((16,), 4), Bucket((32,), 4)
+    calls = [], []
+    schedulers = [
+        Scheduler([RecordingBatch(bucket, record) for bucket in (long, short)]) for record in calls
+    ]
+    futures = [
+        scheduler.submit(Sentence([5] * length), bucket)
+        for scheduler, count in zip(schedulers, (3, 1), strict=True)
+        for bucket, length in ((short, 9), (long, 20))
+        for _ in range(count)
+    ]
+    assert schedulers[0].num_waiting == 6
+    run_until_idle(schedulers)
+    of_bucket = [2, False], [1, True], "release"
+    assert calls[0] == [*of_bucket, *of_bucket, "read", "read"]
+    assert calls[1] == [[1, True], "release"] * 2 + ["read", "read"]
+    assert all(future.done() for future in futures)
