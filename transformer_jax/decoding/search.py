@@ -248,7 +248,7 @@ def search(
             f"limit_B has shape {limit_B.shape}; expected one axis: the maximum length of each "
             "sentence, such as jnp.full(num_sentences, 50)."
         )
-    B = len(limit_B)
+    B = limit_B.shape[0]
     prefix_BP = jnp.zeros((B, 0), jnp.int32) if prefix_BP is None else jnp.asarray(prefix_BP)
     seed_B = jnp.arange(B) if seed_B is None else jnp.asarray(seed_B)
     _check_shape("prefix_BP", prefix_BP, (B,), ndim=2)
@@ -256,7 +256,7 @@ def search(
     for name, array in {"limit_B": limit_B, "prefix_BP": prefix_BP, "seed_B": seed_B}.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise UserError(f"{name} is {array.dtype}; expected integers.")
-    if max_length < 1:
+    if isinstance(max_length, int) and max_length < 1:
         raise UserError(f"max_length is {max_length}; expected a positive number of tokens.")
     _check_step(method, step_fn, cache, B, needs_beams=reorder is gather_beams)
     state = method.start(
