@@ -92,7 +92,10 @@ def search_as_they_arrive(scheduler, sentences, *, seed):
     [
         (1, {}),
         (2, {"beam_size": 1, "no_repeat_ngram": 2, "min_length": 3}),
-        (1, {"method": "sample", "temperature": 0.8, "top_k": 9}),
+        pytest.param(
+            *(1, {"method": "sample", "temperature": 0.8, "top_k": 9}),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["beam", "greedy ensemble with rules", "sample"],
 )
