@@ -28,7 +28,6 @@ class SubwordModel:
     Attributes:
       segmenter: a SentencePiece model or a tokenizer.json file.
       vocabulary: tokens, and the ids of special tokens.
-      model: contents of the segmenter's file.
       pad_id, bos_id, eos_id, unk_id: those of the vocabulary; the second and last can be None.
     """
 
