@@ -173,9 +173,9 @@ def test_beams_are_identical(parameters: Any, pairs: tuple[Array, Array]) -> Non
 def test_it_learns_number_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With one layer and few steps: the loss falls, and the text comes back from its tokens."""
     numbers = runpy.run_path(str(PATH.parent / "number_names.py"))
-    numbers["main"](folder=tmp_path, train=2000, dev=1, test=20)
+    numbers["main"](folder=tmp_path, train=500, dev=1, test=20)
     paper.main.__globals__["SMALL"] = paper.SMALL._replace(num_layers=1, warmup_steps=100)
-    paper.main(folder=tmp_path, steps=200, batch_size=32)
+    paper.main(folder=tmp_path, steps=200, batch_size=16)
     printed = capsys.readouterr().out
     first, second = map(float, re.findall(r"^step .*: loss (.*)$", printed, re.MULTILINE)[:2])
     assert second < first
