@@ -22,7 +22,7 @@ such as pre-norm, have no PyTorch counterpart here. Differences:
 - With float32 on a GPU, XLA uses TF32 for matmuls. By default, PyTorch does not.
 
 The first losses must be near ln V. ``model TFLOP/s`` counts the model's matmuls
-(``training.flops``); MFU is its fraction of the device's peak.
+(``training.metrics``); MFU is its fraction of the device's peak.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def main() -> None:
     if Path(arguments.config).exists():
         arguments.config = str(Path(arguments.config).absolute())
     job = vars(arguments)
-    from transformer_jax.training.flops import training_flops  # an older checkout has none
+    from transformer_jax.training.metrics import training_flops  # an older checkout has none
 
     config, pairs, length = read_config(job), job["pairs"] * job["devices"], job["length"]
     tokens = job["steps"] * pairs * length

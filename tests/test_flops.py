@@ -8,7 +8,7 @@ import pytest
 from transformer_jax.data.loader import abstract_batch
 from transformer_jax.devices.sharding import batch_sharding, make_mesh
 from transformer_jax.settings.config import Config, MeshConfig, ModelConfig, TrainingConfig
-from transformer_jax.training.flops import peak_tflops, training_flops
+from transformer_jax.training.metrics import peak_tflops, training_flops
 from transformer_jax.training.step import make_step_functions
 
 

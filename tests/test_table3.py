@@ -13,13 +13,12 @@ from transformer_jax import Translator
 from transformer_jax.data.batching import Batch
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
+from transformer_jax.runs.progress import Progress
+from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.config import Config, DecodingConfig, MeshConfig, TokenizerConfig
 from transformer_jax.settings.config_files import flatten, load_config_file, recipe_path, to_json
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import make_step_functions
-from transformer_jax.training.workdir import Workdir
 
 RECIPE = runpy.run_path(str(recipe_path("table3")))
 ROWS, change = RECIPE["ROWS"], RECIPE["change"]
@@ -144,7 +143,10 @@ def test_a_row_trains_resumes_and_translates(
     batch = Batch(*np.random.default_rng(0).integers(4, 40, (2, 8, 6), dtype=np.int32))
     (tmp_path / "config.json").write_text(to_json(config))
     tokenizer.save(tmp_path)
-    checkpoints = Checkpoints(Workdir(tmp_path), config, tokenizer)
+    workdir = Workdir(tmp_path)
+    workdir.config = config
+    workdir.tokenizer = tokenizer
+    checkpoints = workdir.checkpoints
 
     rng = np.random.default_rng(1)  # init would take longer, because it must be compiled
     before = jax.tree.map(

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.runs.progress import Progress
+from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.config import Config, ModelConfig, TokenizerConfig
 from transformer_jax.settings.config_files import to_json
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import TrainState
-from transformer_jax.training.workdir import Workdir
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 SHARPNESS = 4  # scales the logits, so that hypotheses differ clearly
@@ -54,7 +53,10 @@ def write_run(
     """Write a work directory as training does, with a checkpoint of each model at its step."""
     (folder / "config.json").write_text(to_json(config))
     tokenizer.save(folder)
-    checkpoints = Checkpoints(Workdir(folder), config, tokenizer)
+    workdir = Workdir(folder)
+    workdir.config = config
+    workdir.tokenizer = tokenizer
+    checkpoints = workdir.checkpoints
     zero = jnp.int32(0)
     for step, model in models.items():
         state = TrainState(

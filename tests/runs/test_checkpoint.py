@@ -20,12 +20,16 @@ from runs import ONE, changed
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.loading import load_model, save_model
-from transformer_jax.runs import averaging, checkpoint
-from transformer_jax.runs.checkpoint import (
+from transformer_jax.runs import averaging, checkpoint_folder, manifest
+from transformer_jax.runs import checkpoints as checkpoint_module
+from transformer_jax.runs.checkpoint_folder import (
     complete_steps,
-    delete_checkpoint,
     newest_intact,
 )
+from transformer_jax.runs.checkpoints import Checkpoints
+from transformer_jax.runs.manifest import delete_complete, write_manifest
+from transformer_jax.runs.progress import Progress
+from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.config import (
     Config,
     DataConfig,
@@ -38,11 +42,7 @@ from transformer_jax.settings.config import (
 from transformer_jax.settings.config_files import to_json
 from transformer_jax.storage.files import remote_path
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.training import saver as checkpoint_module
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import StepFunctions, TrainState, make_step_functions
-from transformer_jax.training.workdir import Workdir, open_run_dir
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,10 @@ def checkpoints(tmp_path: Path, config: Config, tokenizer: Tokenizer) -> Checkpo
 def _begin(folder: Path, config: Config, tokenizer: Tokenizer) -> Checkpoints:
     tokenizer.save(folder)
     (folder / "config.json").write_text(to_json(config))
-    return Checkpoints(Workdir(folder), config, tokenizer)
+    workdir = Workdir(folder)
+    workdir.config = config
+    workdir.tokenizer = tokenizer
+    return workdir.checkpoints
 
 
 def _state(run: StepFunctions, step: int) -> TrainState:
@@ -245,13 +248,13 @@ def test_each_checkpoint_is_verified_once(
     checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(checkpoints, run, 10, 20)
-    verified, corruption = [], checkpoint.corruption
+    verified, corruption = [], checkpoint_folder.corruption
 
     def counted(path: Path, **options: bool) -> str:
         verified.append(int(path.name))
         return corruption(path, **options)
 
-    monkeypatch.setattr(checkpoint, "corruption", counted)
+    monkeypatch.setattr(checkpoint_folder, "corruption", counted)
     list(averaging.load_averages(checkpoints.folder, checkpoints.steps()[::-1]))
     assert verified == [20, 10]
 
@@ -281,7 +284,7 @@ def test_loading_a_corrupt_checkpoint_fails_and_training_resumes_from_an_older_o
         with pytest.raises(UserError, match=f"00000002 is corrupt: .*{largest.name}"):
             load_model(path)
     assert load_model(checkpoints.folder / "00000001")
-    with caplog.at_level(logging.WARNING), open_run_dir(Workdir(tmp_path), config) as step:
+    with caplog.at_level(logging.WARNING), Workdir(tmp_path).open(config) as step:
         state, _ = checkpoints.restore(step, run.abstract_state)
     assert int(state.step) == step == 1
     assert "00000002 is corrupt" in caplog.text
@@ -311,7 +314,7 @@ def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
     for _ in range(2):  # the second attempt fails, too
         with (
             pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"),
-            open_run_dir(Workdir(tmp_path), config),
+            Workdir(tmp_path).open(config),
         ):
             pass
     assert len(list(checkpoints.folder.iterdir())) == 2
@@ -340,7 +343,7 @@ def test_an_interrupted_save_leaves_no_checkpoint(
 ) -> None:
     _save(checkpoints, run, 1, 2)
     (checkpoints.folder / "00000002" / "manifest.json").unlink()
-    with open_run_dir(Workdir(tmp_path), config) as step:
+    with Workdir(tmp_path).open(config) as step:
         assert step == 1
     [said] = [line for line in caplog.messages if "00000002" in line]
     assert "is incomplete or corrupt" in said
@@ -361,10 +364,10 @@ def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(where, tmp_path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, "remove_folder", interrupted)
-        delete_checkpoint(path)
+        patch.setattr(manifest, "remove_folder", interrupted)
+        delete_complete(path)
     assert complete_steps(store) == [] and (path / "state/rest/y").exists()
-    delete_checkpoint(path)
+    delete_complete(path)
     assert not path.exists()
 
 
@@ -454,7 +457,7 @@ def test_progress_of_another_version_is_an_error_that_names_the_field(
     path = checkpoints.folder / "00000001"
     (path / "manifest.json").unlink()
     fields = {name: value for name, value in fields.items() if change.get(name, 0) is not None}
-    checkpoint.write_manifest(path, config, tokenizer, {"progress": fields})
+    write_manifest(path, config, tokenizer, {"progress": fields})
     with pytest.raises(UserError, match=rf"00000001/manifest.json: .* progress: {field}\. Resume"):
         checkpoints.restore(1, run.abstract_state)
 
@@ -522,7 +525,7 @@ def test_training_does_not_modify_an_imported_model(
     config, *model = load_model(tmp_path)
     save_model(tmp_path / "imported", config, *model)
     message = "is a finished or imported model, which training does not modify.*start-from"
-    claim = open_run_dir(Workdir(tmp_path / "imported"), config)
+    claim = Workdir(tmp_path / "imported").open(config)
     with pytest.raises(UserError, match=message), claim:
         pass
     assert load_model(tmp_path / "imported")[0] == config

@@ -19,13 +19,13 @@ from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.loading import load_model, local_workdir
 from transformer_jax.runs import remote_workdir
-from transformer_jax.runs.checkpoint import complete_steps
+from transformer_jax.runs.checkpoint_folder import complete_steps
+from transformer_jax.runs.remote_workdir import open_workdir
 from transformer_jax.settings.config import Config, PairsConfig, TokenizerConfig
 from transformer_jax.storage.files import files_in, remote_path
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
-from transformer_jax.training.workdir import Workdir
 from transformer_jax.translation.flags import local_copy
 
 URL = "memory://bucket/run"
@@ -50,7 +50,7 @@ def store(tmp_path, monkeypatch):
 @pytest.fixture
 def saved():
     """A run at the URL with two made-up checkpoints."""
-    workdir = Workdir(URL)
+    workdir = open_workdir(URL)
     for step in (2, 4):
         checkpoint(workdir, step, f"array {step}")
     (workdir.folder / "config.json").write_text("{}")
@@ -140,7 +140,7 @@ def test_the_url_and_readers_have_the_files_of_the_run(saved, store):
 @pytest.mark.parametrize("name", ["run[12]", "run*", "run?", "{run1,run2}"])
 def test_a_url_whose_name_looks_like_a_glob_is_one_run(store, name):
     """Mirroring deletes checkpoints and files from the run alone, not from runs that match it."""
-    other, ours = Workdir("memory://bucket/run1"), Workdir(f"memory://bucket/{name}")
+    other, ours = open_workdir("memory://bucket/run1"), open_workdir(f"memory://bucket/{name}")
     for workdir in (other, ours):
         for step in (2, 4):
             checkpoint(workdir, step, f"array {step}")
@@ -185,13 +185,13 @@ def test_the_url_overrides_files_unless_this_machine_wrote_last(
 ):
     checkpoint(saved, 6, "array 6")  # not copied yet
     before = files(saved.folder)
-    Workdir(URL).pull()
+    open_workdir(URL).pull()
     assert files(saved.folder) == before
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
-    other = Workdir(URL)
+    other = open_workdir(URL)
     other.pull()
     other.claim()
-    assert complete_steps(other.checkpoints) == [2, 4]
+    assert other.checkpoints.steps() == [2, 4]
     checkpoint(other, 5, "array 5")
     push(other)
     for work in (saved.check_token, saved.push_files, saved.push_checkpoints):

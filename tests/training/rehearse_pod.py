@@ -44,7 +44,7 @@ from runs import (
 )
 
 from transformer_jax.pretrained.loading import local_workdir, mirror_checkpoints
-from transformer_jax.runs.checkpoint import complete_steps
+from transformer_jax.runs.checkpoint_folder import complete_steps
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import remote_path
 
@@ -156,7 +156,7 @@ class Rehearsal:
     def one_of_two_is_killed_in_setup(self) -> None:
         """In each phase of ``training/prepare.py``; then the same command succeeds."""
         told = "lost contact with", "tasks have crashed", "service detected fatal"
-        for phase in ("open_run_dir", "build_files", "open_run"):
+        for phase in ("open_workdir", "build_files", "open_run"):
             url = f"gs://ckpt/runs/{phase}"
             waits = []
             for killed in (1, 0):

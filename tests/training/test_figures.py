@@ -20,6 +20,8 @@ import pytest
 from runs import ONE, changed, entries, tiny
 
 from transformer_jax.errors import UserError
+from transformer_jax.runs.checkpoints import Checkpoints
+from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.changes import differences_on_resume
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import flatten
@@ -28,12 +30,11 @@ from transformer_jax.training import __main__ as program
 from transformer_jax.training import loop
 from transformer_jax.training.compiling import CompileAhead
 from transformer_jax.training.evaluator import Evaluator
-from transformer_jax.training.flops import training_flops
 from transformer_jax.training.loop import TrainingError, train
+from transformer_jax.training.metrics import training_flops
 from transformer_jax.training.prepare import prepare
 from transformer_jax.training.reporting import Reporter
-from transformer_jax.training.saver import Checkpoints
-from transformer_jax.training.workdir import Workdir
+from transformer_jax.training.watchdog import Watchdog
 
 WARMUP, PEAK = 4, 0.01
 CONFIG = changed(
@@ -304,7 +305,7 @@ def test_tracebacks_are_written_after_half_an_hour_without_a_step(
         faulthandler, "dump_traceback_later", lambda *given, **named: calls.append((given, named))
     )
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("off"))
-    with loop._Watch() as watch:
+    with Watchdog() as watch:
         watch.poll("step 3")
     assert calls == [((1800.0,), {"repeat": True, "file": 2})] * 2 + ["off"]
 
@@ -312,7 +313,7 @@ def test_tracebacks_are_written_after_half_an_hour_without_a_step(
 def test_out_of_memory_names_the_last_activity() -> None:
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     with pytest.raises(TrainingError, match="^Out of memory: step 3, 8 rows.*accumulate_steps"):  # noqa: SIM117
-        with loop._Watch() as watch:
+        with Watchdog() as watch:
             watch.poll("step 3, 8 rows")
             watch.poll()  # keeps the activity
             raise error

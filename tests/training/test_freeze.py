@@ -16,7 +16,7 @@ from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_model
 from transformer_jax.pretrained.loading import load_model
-from transformer_jax.runs.checkpoint import complete_steps
+from transformer_jax.runs.checkpoint_folder import complete_steps
 from transformer_jax.settings.config import Config, MeshConfig, ModelConfig, OptimizerConfig
 from transformer_jax.training.loop import train
 from transformer_jax.training.optimizer import check_frozen, keep_frozen

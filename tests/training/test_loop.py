@@ -29,7 +29,9 @@ from runs import (
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.loading import load_model
-from transformer_jax.runs.checkpoint import complete_steps
+from transformer_jax.runs.checkpoint_folder import complete_steps
+from transformer_jax.runs.checkpoints import Checkpoints
+from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.config import (
     BatchConfig,
     Config,
@@ -40,15 +42,13 @@ from transformer_jax.settings.config import (
 )
 from transformer_jax.settings.config_files import from_json
 from transformer_jax.training import evaluator as evaluator_module
-from transformer_jax.training import loop
+from transformer_jax.training import watchdog
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.loss import LossSums
+from transformer_jax.training.metrics import Meter
 from transformer_jax.training.prepare import prepare, with_layout
-from transformer_jax.training.reporting import Meter
-from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.signals import Signals
-from transformer_jax.training.workdir import Workdir, open_run_dir
 
 
 def whole(**training: Any) -> Config:
@@ -241,7 +241,7 @@ def test_dev_sentences_may_be_longer_than_a_microbatch_allows() -> None:
 def test_two_runs_cannot_share_a_work_directory(tmp_path: Path) -> None:
     """The second one fails, whatever its config, and does not change files of the first."""
     config = tiny()
-    with open_run_dir(Workdir(tmp_path), config):
+    with Workdir(tmp_path).open(config):
         (tmp_path / "tokenizer.model").write_text("the first run's")
         with pytest.raises(UserError, match="Another run is using"):
             train(changed(config, seed=5), tmp_path, devices=ONE)
@@ -419,7 +419,7 @@ def test_a_stuck_step_writes_tracebacks(
 
     add = Meter.add
     monkeypatch.setattr(Meter, "add", stuck_add)
-    monkeypatch.setattr(loop, "_STUCK_SECONDS", 0.4)
+    monkeypatch.setattr(watchdog, "_STUCK_SECONDS", 0.4)
     train(no_evaluation(tiny(steps=2)), tmp_path, devices=ONE)
     errors = capfd.readouterr().err
     assert errors.count("Timeout (0:00:00.4") >= 2 and "in stuck_add" in errors

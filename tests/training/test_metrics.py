@@ -14,11 +14,12 @@ from runs import entries
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from transformer_jax.runs.progress import Progress
 from transformer_jax.storage import files as storage
-from transformer_jax.training import reporting
+from transformer_jax.training import metrics
 from transformer_jax.training.loss import LossSums
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.reporting import Meter, Reporter
+from transformer_jax.training.metrics import Meter
+from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.step import StepMetrics
 
 
@@ -38,27 +39,34 @@ def step_metrics(*sums: float, source_tokens: float = 30, bad: int = 0) -> StepM
     return StepMetrics(LossSums(*sums), *np.float32([source_tokens, 1, 0.1, bad, bad]))
 
 
+def _means(entry: dict[str, Any]) -> dict[str, float]:
+    """The means and speeds of an entry, without the values of its last step."""
+    last = {"learning_rate", "gradient_norm", "bad_steps", "epoch", "peak_memory_bytes"}
+    return {name: value for name, value in entry.items() if name not in last}
+
+
 @pytest.mark.parametrize(("kind", "peak"), [("cpu", None), ("NVIDIA A100-SXM4-40GB", 312)])
 def test_an_entry_has_the_averages_since_the_last_entry(
     kind: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A skipped step takes time, but its loss does not count. Pauses do not count at all."""
     clock = iter([0, 2, 5, 100, 101, 102])
-    monkeypatch.setattr(reporting.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
     meter = Meter(progress := Progress(), [SimpleNamespace(device_kind=kind)] * 2)
     meter.add(step_metrics(40, 20, 5, 20), 3e15)  # loss, nll, correct, target tokens; FLOPs
     meter.add(step_metrics(math.nan, math.nan, 0, 10, bad=1), 1e15)
     first = {"loss": 2, "nll": 1, "perplexity": math.e, "accuracy": 0.25, "tokens_per_second": 18}
     speed = {"tflops_per_device": 400.0} | ({"mfu": 400 / peak} if peak else {})  # in 5 s
-    assert meter.entry() == pytest.approx(first | speed)
+    assert _means(meter.entry(epoch=0.5)) == pytest.approx(first | speed)
     meter.restart()  # after an evaluation
     meter.add(step_metrics(30, 10, 10, 10, source_tokens=20), 6e12)
     second = {"loss": 3, "nll": 1, "perplexity": math.e, "accuracy": 1, "tokens_per_second": 30}
     speed = {"tflops_per_device": 3.0} | ({"mfu": 3 / peak} if peak else {})
-    assert meter.entry() == pytest.approx(second | speed)
+    assert _means(meter.entry(epoch=0.5)) == pytest.approx(second | speed)
     assert (progress.tokens, progress.train_seconds) == (120, 6)
     meter.add(step_metrics(math.nan, math.nan, 0, 10, bad=1), 0)
-    assert math.isnan(meter.entry()["loss"])
+    last = meter.entry(epoch=0.5)
+    assert math.isnan(last["loss"]) and last["epoch"] == 0.5 and last["bad_steps"] == 1
 
 
 def test_tensorboard_curves(tmp_path: Path) -> None:

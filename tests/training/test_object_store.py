@@ -25,13 +25,13 @@ from runs import (
 from transformer_jax import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.loading import local_workdir
-from transformer_jax.runs.checkpoint import complete_steps
+from transformer_jax.runs import checkpoints as checkpoints_module
+from transformer_jax.runs.checkpoint_folder import complete_steps
+from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.config import Config
 from transformer_jax.storage import files as storage
 from transformer_jax.storage.files import remote_path
-from transformer_jax.training import saver
 from transformer_jax.training.loop import train
-from transformer_jax.training.workdir import Workdir
 
 URL = "gs://ckpt/run"
 
@@ -132,8 +132,8 @@ def test_a_store_that_fails_while_the_run_saves(
         monkeypatch.setattr(target, name, call)
 
     sometimes_failing(Workdir, "check_token")
-    sometimes_failing(saver, "complete_steps")
-    sometimes_failing(saver, "write_manifest")
+    sometimes_failing(checkpoints_module, "complete_steps")
+    sometimes_failing(checkpoints_module, "write_manifest")
     train(steps(6), url, devices=ONE)
     monkeypatch.undo()
     assert complete_steps(remote_path(url) / "checkpoints") == [3, 6]

@@ -31,7 +31,7 @@ from runs import (
 from transformer_jax import train
 from transformer_jax.devices import distributed
 from transformer_jax.errors import UserError
-from transformer_jax.runs.checkpoint import complete_steps
+from transformer_jax.runs.checkpoint_folder import complete_steps
 from transformer_jax.settings.config import Config, PairsConfig, Processes
 from transformer_jax.training.__main__ import main
 

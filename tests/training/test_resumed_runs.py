@@ -18,11 +18,13 @@ from runs import ONE, changed, dev_figures, entries, no_evaluation, tiny
 from transformer_jax.errors import UserError
 from transformer_jax.model import matmul
 from transformer_jax.pretrained.loading import load_model
-from transformer_jax.runs.checkpoint import complete_steps, write_manifest
+from transformer_jax.runs import checkpoints, workdir
+from transformer_jax.runs.checkpoint_folder import complete_steps
+from transformer_jax.runs.manifest import write_manifest
 from transformer_jax.settings.config import Config, OptimizerConfig, PairsConfig
 from transformer_jax.settings.config_files import load_config_file, to_json
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.training import prepare, saver, workdir
+from transformer_jax.training import prepare
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.signals import Signals
@@ -291,7 +293,7 @@ def test_a_full_disk_ends_only_a_run_without_checkpoints(
 
     config = no_evaluation(tiny(steps=40, checkpoint_every=2))
     with monkeypatch.context() as patch:
-        patch.setattr(saver, "write_manifest", full)
+        patch.setattr(checkpoints, "write_manifest", full)
         with pytest.raises(UserError, match="The first checkpoint could not be saved"):
             train(config, tmp_path, devices=ONE)
     assert len(entries(tmp_path)) <= 5
@@ -303,7 +305,7 @@ def test_a_full_disk_ends_only_a_run_without_checkpoints(
         write_manifest(path, *content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver, "write_manifest", full_at_4)
+        patch.setattr(checkpoints, "write_manifest", full_at_4)
         assert train(config, tmp_path, devices=ONE)["steps"] == 6
     assert "Checkpoint 4 could not be saved: [Errno 28] No space" in caplog.text
     assert complete_steps(tmp_path / "checkpoints") == [2, 6]

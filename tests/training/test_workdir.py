@@ -12,12 +12,13 @@ import pytest
 from runs import ONE, no_evaluation, tiny
 
 from transformer_jax.errors import UserError
-from transformer_jax.runs.checkpoint import complete_steps
+from transformer_jax.runs import checkpoints, remote_workdir
+from transformer_jax.runs.checkpoint_folder import complete_steps
+from transformer_jax.runs.remote_workdir import open_workdir
+from transformer_jax.runs.workdir import Workdir
 from transformer_jax.storage.files import write_atomically
-from transformer_jax.training import saver
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
-from transformer_jax.training.workdir import Workdir, open_run_dir
 
 CONFIG = no_evaluation(tiny(steps=4, checkpoint_every=2))
 URL = "memory://bucket/run"
@@ -88,10 +89,10 @@ def test_runs_that_share_a_corpus_folder_keep_each_others_unfinished_files(tmp_p
     for run in runs:
         run.folder.mkdir()
         (run.folder / "corpus").symlink_to(shared)
-        with open_run_dir(run, CONFIG):
+        with run.open(CONFIG):
             unfinished |= written(shared, f"tmp-{run.token}-x/part")
     mine, theirs = unfinished
-    with open_run_dir(Workdir(runs[0].folder), CONFIG):  # it resumes after SIGKILL
+    with Workdir(runs[0].folder).open(CONFIG):  # it resumes after SIGKILL
         assert not mine.exists() and theirs.read_text()
 
 
@@ -132,11 +133,12 @@ def test_a_save_in_flight_does_nothing_more_once_another_run_has_started(
 
     def take(now: str, step: str) -> None:
         if now == moment and step == "00000006" and not taken:
-            other = Workdir(workdir)
+            other = open_workdir(workdir)
             other.claim()
             taken.append(complete_steps(other.store / "checkpoints"))
 
-    write, save = saver.write_manifest, saver.ocp.save_checkpointables_async
+    write = checkpoints.write_manifest
+    save = checkpoints.ocp.save_checkpointables_async
 
     def manifest(path: Any, *given: Any) -> None:
         write(path, *given)
@@ -156,12 +158,10 @@ def test_a_save_in_flight_does_nothing_more_once_another_run_has_started(
         take("copy", f"{max(complete_steps(source), default=0):08d}")
         mirrored(source, target, **options)
 
-    from transformer_jax.training import workdir as module
-
-    mirrored = module.mirror_checkpoints
-    monkeypatch.setattr(saver, "write_manifest", manifest)
-    monkeypatch.setattr(saver.ocp, "save_checkpointables_async", saving)
-    monkeypatch.setattr(module, "mirror_checkpoints", mirror)
+    mirrored = remote_workdir.mirror_checkpoints
+    monkeypatch.setattr(checkpoints, "write_manifest", manifest)
+    monkeypatch.setattr(checkpoints.ocp, "save_checkpointables_async", saving)
+    monkeypatch.setattr(remote_workdir, "mirror_checkpoints", mirror)
     config = no_evaluation(tiny(steps=8, checkpoint_every=2, keep_checkpoints=2, average=1))
     if moment == "copy" and not remote:
         pytest.skip("a local folder has no copy")
@@ -174,7 +174,7 @@ def test_a_save_in_flight_does_nothing_more_once_another_run_has_started(
     assert "Stopping" not in caplog.text and "could not be saved" not in caplog.text
     [before] = taken
     assert before[:2] == [2, 4]
-    assert complete_steps(Workdir(workdir).store / "checkpoints") == before
+    assert complete_steps(open_workdir(workdir).store / "checkpoints") == before
 
 
 def test_a_model_in_flight_is_not_completed_once_another_run_has_started(
@@ -187,7 +187,7 @@ def test_a_model_in_flight_is_not_completed_once_another_run_has_started(
             other.claim()
         return open_(path, mode, **options)
 
-    other = Workdir(URL)
+    other = open_workdir(URL)
     monkeypatch.setattr(store, "open", slow)
     with pytest.raises(UserError, match="Stopping because another run has started in"):
         train(CONFIG, URL, devices=ONE)

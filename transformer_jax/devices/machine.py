@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -49,3 +51,15 @@ def find_devices() -> list[jax.Device]:
             "install 'jax[cuda13]' or 'jax[tpu]'). Start at most one process for each device. To "
             "run on the CPU, set JAX_PLATFORMS=cpu or unset it."
         ) from None
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """Return the peak memory of this process and, if reported, of the first device."""
+    import jax
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics:
+        peaks["device"] = statistics["peak_bytes_in_use"]
+    return peaks

@@ -18,9 +18,10 @@ from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.pretrained.weights import with_parameters
-from transformer_jax.runs.checkpoint import config_of, delete_checkpoint
+from transformer_jax.runs.manifest import config_of, delete_complete
+from transformer_jax.runs.mirror import cached_folder
 from transformer_jax.runs.model_folder import read_model, save_model
-from transformer_jax.runs.remote_workdir import cached_folder, local_copy
+from transformer_jax.runs.remote_workdir import local_copy
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import MANIFEST, locked
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ def pretrained_workdir(name: str | Path) -> Path:
         try:
             config_of(folder)
         except UserError:  # not imported yet, or by another version of this package
-            delete_checkpoint(folder)
+            delete_complete(folder)
             import_into(source, folder)
     return folder
 

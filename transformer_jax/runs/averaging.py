@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from transformer_jax.runs.checkpoint import checkpoint_name, config_of, saved_parameters
+from transformer_jax.runs.checkpoint_folder import checkpoint_name, saved_parameters
+from transformer_jax.runs.manifest import config_of
 from transformer_jax.settings.config import TrainingConfig
 from transformer_jax.storage.files import AnyPath
 

@@ -27,15 +27,17 @@ from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runs.averaging import described
-from transformer_jax.runs.checkpoint import (
+from transformer_jax.runs.checkpoint_folder import (
     PARAMETERS,
     checkpoint_name,
     complete_steps,
-    config_of,
-    delete_checkpoint,
     load_tokenizer,
-    read_manifest,
     saved_parameters,
+)
+from transformer_jax.runs.manifest import (
+    config_of,
+    delete_complete,
+    read_manifest,
     write_manifest,
 )
 from transformer_jax.settings.config import Config
@@ -128,7 +130,7 @@ def write_model(
         _write_tensors(temporary / PARAMETERS, {parameter_name(path): x for path, x in leaves})
         write_atomically(temporary / "config.json", to_json(config))
         write_manifest(temporary, config, tokenizer, {"steps": steps})
-        delete_checkpoint(folder)
+        delete_complete(folder)
         temporary.rename(folder)
     finally:
         remove_folder(temporary)

@@ -1,44 +1,117 @@
-"""Copies work directories and models between object stores and this machine.
-
-Object stores are accessed through fsspec, so any URL that it supports works: s3://, gs://, az://
-and others. The manifest of a checkpoint or model is copied last, because a folder without a
-manifest is incomplete. Tokenized corpora are not copied.
-"""
+"""Work directories in object storage: mirrored by a run, or copied to this machine for reading."""
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformer_jax.errors import UserError
-from transformer_jax.runs.checkpoint import (
-    checkpoint_name,
-    complete_steps,
-    corruption,
-    delete_checkpoint,
-    read_manifest,
-    unread_files,
+import jax
+
+from transformer_jax.data.corpus import Corpus, open_corpus
+from transformer_jax.devices.distributed import is_first
+from transformer_jax.errors import UserError, one_line
+from transformer_jax.runs.checkpoint_folder import complete_steps
+from transformer_jax.runs.checkpoints import Checkpoints, WorkdirTaken
+from transformer_jax.runs.mirror import (
+    cached_folder,
+    mirror_checkpoints,
+    mirror_files,
+    mirror_folder,
 )
+from transformer_jax.runs.workdir import Workdir, read_token
 from transformer_jax.storage.files import (
     MANIFEST,
     MODEL,
     AnyPath,
-    cache_folder,
-    copy_file,
+    check_processes,
     copy_folder,
     existing_folder,
-    files_in,
+    is_copied,
     is_url,
     kind_of,
     locked,
     remote_path,
-    remove_file,
+    retry,
 )
-from transformer_jax.tokenization.tokenizer import TOKENIZER_FILES
 
-_GRACE_SECONDS = 3600.0  # another reader can still be loading a checkpoint that the run has deleted
+
+def open_workdir(name: str | Path) -> Workdir:
+    """Return the work directory of a run, by its path or URL."""
+    url = str(name).rstrip("/") if is_url(str(name)) else ""
+    check_processes(url, several=jax.process_count() > 1)
+    return RemoteWorkdir(url) if url else Workdir(name)
+
+
+class RemoteWorkdir(Workdir):
+    """Work directory at a URL, with a local mirror.
+
+    Orbax writes checkpoints directly to gs:// URLs. For other URLs, it writes them to the mirror,
+    and they are copied from there.
+    """
+
+    def __init__(self, url: str):
+        super().__init__(cached_folder(url, "train"))
+        self.store = remote_path(url)
+        if not is_copied(url):
+            self.checkpoints = Checkpoints(self, self.store / "checkpoints")
+
+    def check_token(self) -> None:
+        retry(self.store, super().check_token)
+
+    def open_corpus(self, fingerprint: str) -> Corpus:
+        if open_corpus(self.path("corpus"), fingerprint) is None:
+            copy_folder(self.store / "corpus" / fingerprint, self.path("corpus") / fingerprint)
+        return super().open_corpus(fingerprint)
+
+    def publish(self, corpora: Sequence[str]) -> None:
+        if jax.process_count() > 1:
+            for fingerprint in corpora:
+                there = self.store / "corpus" / fingerprint
+                self._push(mirror_folder, self.path("corpus") / fingerprint, there)
+        self.push_files()
+
+    def receive(self) -> None:
+        if not is_first():
+            self.pull()
+
+    def finish(self) -> None:
+        retry(self.store, self.push_files)
+        self.push_checkpoints()
+
+    def pull(self) -> None:
+        """Mirror the URL to the local folder, unless this machine was the last to write to the URL.
+
+        In that case, the local folder can hold files that could not be copied.
+        """
+        if read_token(self.store) == (read_token(self.folder) or None):
+            return
+        mirror_files(self.store, self.folder)
+        if isinstance(self.checkpoints.folder, Path):
+            mirror_checkpoints(self.store / "checkpoints", self.checkpoints.folder)
+
+    def push_files(self) -> None:
+        """Mirror the local folder to the URL, except for checkpoints."""
+        self._push(mirror_files, self.folder, self.store)
+
+    def push_checkpoints(self) -> None:
+        """Mirror the local checkpoints to the URL, unless Orbax writes them there directly.
+
+        Call ``push_files`` first: a resumed run drops log entries after its checkpoint.
+        """
+        if isinstance(self.checkpoints.folder, Path):
+            self._push(mirror_checkpoints, self.checkpoints.folder, self.store / "checkpoints")
+
+    def _push(self, mirror: Callable[..., None], source: AnyPath, target: AnyPath) -> None:
+        self.check_token()
+        try:
+            mirror(source, target, check=self.check_token)
+        except WorkdirTaken:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{source} could not be copied to {target}: {one_line(error)}. Nothing is lost: "
+                "run the same command on this machine to continue."
+            ) from error
 
 
 def local_copy(workdir: str | Path) -> Path:
@@ -68,90 +141,3 @@ def local_copy(workdir: str | Path) -> Path:
             steps = [int(step)] if step.isdigit() else complete_steps(there)[-1:]
             mirror_checkpoints(there, here, steps)
     return folder / "checkpoints" / step if step else folder
-
-
-def cached_folder(url: str, purpose: str) -> Path:
-    """Return the local folder that mirrors a URL, creating it if necessary.
-
-    Training and programs that read its results use separate folders.
-    """
-    name = f"{purpose}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
-    folder = cache_folder() / "workdirs" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def mirror_files(
-    source: AnyPath,
-    target: AnyPath,
-    *,
-    model: bool = True,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Copy all files except checkpoints, corpora and hidden files; optionally without the model.
-
-    Calls ``check`` before it copies or deletes a model.
-    """
-    if model:
-        mirror_folder(source / MODEL, target / MODEL, check=check)
-    names = _small_files(source)
-    for name in names:
-        copy_file(source / name, target / name)
-    for name in set(_small_files(target)).difference(names):
-        if isinstance(target, Path) or name in TOKENIZER_FILES:  # other files may not be ours
-            remove_file(target / name)
-
-
-def mirror_checkpoints(
-    source: AnyPath,
-    target: AnyPath,
-    steps: Iterable[int] | None = None,
-    *,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Copy complete checkpoints that are missing or different in ``target``, manifests last.
-
-    Deletes checkpoints from ``target`` that ``source`` does not have. With ``steps``, copies only
-    these, without the files that are only for resuming, and deletes only checkpoints that are old.
-    Calls ``check`` before it copies a manifest or deletes a checkpoint.
-    """
-    there = complete_steps(source)
-    for name in map(checkpoint_name, there if steps is None else set(steps).intersection(there)):
-        mirror_folder(source / name, target / name, resuming=steps is None, check=check)
-    for name in map(checkpoint_name, set(complete_steps(target)).difference(there)):
-        manifest = target / name / MANIFEST
-        if steps is None or time.time() - manifest.stat().st_mtime > _GRACE_SECONDS:
-            check()
-            delete_checkpoint(target / name)
-
-
-def mirror_folder(
-    source: AnyPath,
-    target: AnyPath,
-    *,
-    resuming: bool = True,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Copy a checkpoint, model or corpus if it is missing or different in ``target``.
-
-    Its manifest is copied last. Calls ``check`` before it deletes or completes ``target``.
-    """
-    same = read_manifest(source) == read_manifest(target)
-    if same and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
-        return
-    check()
-    delete_checkpoint(target)
-    try:
-        copy_folder(source, target, (MANIFEST, *(() if resuming else unread_files(source))))
-        check()
-        copy_file(source / MANIFEST, target / MANIFEST)
-    except FileNotFoundError:  # the run has deleted it in the meantime
-        delete_checkpoint(target)
-
-
-def _small_files(folder: AnyPath) -> list[str]:
-    return [
-        name
-        for name in files_in(folder)
-        if not name.startswith(("checkpoints/", f"{MODEL}/", "corpus/")) and "/." not in f"/{name}"
-    ]

@@ -14,14 +14,13 @@ from flax import nnx
 
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.loader import load_batches, to_global_arrays
-from transformer_jax.devices.distributed import allgather, broadcast_from_first
+from transformer_jax.devices.distributed import allgather
 from transformer_jax.devices.sharding import batch_sharding, replicated
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
-from transformer_jax.runs.averaging import choose
 from transformer_jax.settings.config import BatchConfig
 from transformer_jax.training.loss import LossSums
+from transformer_jax.training.metrics import means
 from transformer_jax.training.prepare import Prepared
-from transformer_jax.training.reporting import means
 from transformer_jax.training.step import Parameters
 from transformer_jax.translation.requests import Request
 from transformer_jax.translation.translator import Translator
@@ -37,12 +36,14 @@ class Evaluator:
 
     def __init__(self, run: Prepared):
         config = run.config
-        self._run, self._training = run, config.training
+        self._run = run
+        self._training = config.training
         self._dev: BatchPlan | None = None
         if dev := run.corpora.get("dev"):
             # As large as a training microbatch, so batches fit into memory, unless the longest
             # sentence needs more.
-            rows, longest = config.batch.row_multiple, int(dev.lengths().max())
+            rows = config.batch.row_multiple
+            longest = int(dev.lengths().max())
             tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
             batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
             self._dev = BatchPlan(dev, batch, seed=0, pad_id=config.model.pad_id)
@@ -75,33 +76,35 @@ class Evaluator:
 
         Returns the averaged steps, newest first, and the parameters as NumPy arrays.
         """
-        run, dev = self._run, self._dev
-        return choose(
-            run.checkpoints.folder,
-            broadcast_from_first(lambda: run.checkpoints.steps()[::-1]),
-            run.progress.best_step,
-            self._training,
-            stopped_early=run.progress.early_stopping_triggered(self._training.patience),
-            dev_loss=None
-            if dev is None
-            else lambda average: means(self._loss(self._placed(average), dev))["loss"],
+        progress = self._run.progress
+        plan = self._dev
+
+        def dev_loss(average: Any) -> float:
+            assert plan is not None
+            return means(self._loss(self._on_devices(average), plan))["loss"]
+
+        return self._run.checkpoints.choose_average(
+            progress.best_step,
+            stopped_early=progress.early_stopping_triggered(self._training.patience),
+            dev_loss=None if plan is None else dev_loss,
         )
 
     def test(self, parameters: Any) -> tuple[dict[str, Any], Evaluation]:
         """Evaluate parameters on the test set."""
         pairs = self._run.pairs["test"]
-        translations = self._translate(self._placed(parameters), pairs)
+        translations = self._translate(self._on_devices(parameters), pairs)
         references = [target for _, target in pairs]
         scores = evaluate(translations, references, tokenize=self._training.bleu_tokenize)
         figures: dict[str, Any] = {
             "sentences": len(references),
             "exact_match": scores.exact_match,
         }
-        for name, score in ("bleu", scores.bleu), ("chrf", scores.chrf):
-            figures |= {name: score.value, f"{name}_signature": score.signature}
+        for name, score in (("bleu", scores.bleu), ("chrf", scores.chrf)):
+            figures[name] = score.value
+            figures[f"{name}_signature"] = score.signature
         return figures, scores
 
-    def _placed(self, parameters: Any) -> Parameters:
+    def _on_devices(self, parameters: Any) -> Parameters:
         return to_global_arrays(parameters, self._run.functions.abstract_state.parameters)
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:

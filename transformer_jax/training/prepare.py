@@ -1,4 +1,8 @@
-"""Preparation of a run: work directory, tokenizer, corpora, and restored or initial state."""
+"""Preparation of a run: work directory, tokenizer, corpora, and restored or initial state.
+
+It has three phases: process 0 opens the work directory; process 0 builds the tokenizer and the
+corpora; all processes open them and create or restore the state.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.corpus import Corpus, build_corpus, open_corpus
+from transformer_jax.data.corpus import Corpus, build_corpus
 from transformer_jax.data.loader import to_global_arrays
 from transformer_jax.data.mixing import Mix
 from transformer_jax.data.sources import ParallelText, read_pairs
@@ -36,31 +40,28 @@ from transformer_jax.evaluation import bleu_metric
 from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.model.transformer import abstract_model
 from transformer_jax.pretrained.loading import load_parameters
-from transformer_jax.runs.checkpoint import checkpoint_name, config_of, load_tokenizer
+from transformer_jax.runs.checkpoints import Checkpoints
+from transformer_jax.runs.progress import Progress
+from transformer_jax.runs.remote_workdir import open_workdir
+from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.changes import (
     differences_in_fine_tuning,
     fields_that_differ,
     settings_of_all_processes,
 )
-from transformer_jax.settings.config import Config, DataConfig, ModelConfig, TrainingConfig
-from transformer_jax.settings.config_files import to_json
-from transformer_jax.storage.files import copy_folder, retry, write_atomically
+from transformer_jax.settings.config import Config, DataConfig, TrainingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.optimizer import check_frozen
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import (
     Parameters,
     StepFunctions,
     TrainState,
     make_step_functions,
 )
-from transformer_jax.training.workdir import Workdir, open_run_dir
 
 log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
-Start = tuple[Any, Tokenizer]  # NumPy parameters and tokenizer of training.start_from
 
 # With less, Orbax, JAX and SentencePiece fail with unclear errors, or abort.
 _LIMITS = (
@@ -73,28 +74,47 @@ _LIMITS = (
 class Prepared:
     """Run that is ready for its next step."""
 
-    config: Config  # with the tokenizer's vocabulary sizes
     workdir: Workdir
     mesh: Mesh
-    tokenizer: Tokenizer
     corpora: dict[str, Corpus]  # train, dev
     pairs: dict[str, Pairs]  # dev, test: sentence pairs to translate
     plan: BatchPlan
     functions: StepFunctions
-    checkpoints: Checkpoints
     state: TrainState
     progress: Progress
+
+    @property
+    def config(self) -> Config:
+        """The settings, with the tokenizer's vocabulary sizes."""
+        return self.workdir.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer."""
+        return self.workdir.tokenizer
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The run's checkpoints."""
+        return self.workdir.checkpoints
+
+
+class Start(NamedTuple):
+    """Model of ``training.start_from``."""
+
+    parameters: Any  # NumPy arrays
+    tokenizer: Tokenizer
 
 
 @contextmanager
 def prepare(
     config: Config,
-    workdir: str | Path,
+    path: str | Path,
     *,
     devices: Sequence[jax.Device] | None = None,
     allow_changes: bool = False,
 ) -> Iterator[Prepared]:
-    """Prepare a run, and lock its work directory until the context exits.
+    """Prepare a run, and lock its work directory, at ``path``, until the context exits.
 
     Takes the same arguments as ``train``. With several processes, all of them must call this
     together, and they get the same result.
@@ -112,43 +132,47 @@ def prepare(
         if config.training.freeze:
             check_frozen(config.training.freeze, abstract_model(config.model).parameters)
         texts, pairs = check_inputs(config.data, config.training)
-        run_dir = Workdir(workdir)
+        workdir = open_workdir(path)
     check_agreement(
         settings_of_all_processes(config)
         | {f"text of data.{name}": texts[name].fingerprint for name in pairs}
     )
     with ExitStack() as stack:
-        opened = open_run_dir(run_dir, config, allow_changes=allow_changes)
-        newest, run_dir.token = broadcast_from_first(
-            lambda: (stack.enter_context(opened), run_dir.token)
-        )
+
+        def open_in_first_process() -> tuple[int | None, str]:
+            newest = stack.enter_context(workdir.open(config, allow_changes=allow_changes))
+            return newest, workdir.token
+
+        newest, token = broadcast_from_first(open_in_first_process)
         with raise_on_any_process():
-            run_dir.wait_for_token()
+            workdir.join(token)
             start = None
             if newest is None and config.training.start_from:
                 start = _start_model(config.training.start_from, config)
-        built = broadcast_from_first(lambda: build_files(run_dir, config, texts, newest, start))
-        run = open_run(run_dir, config, mesh, pairs, built, newest, start)
+        fingerprints = broadcast_from_first(
+            lambda: build_files(workdir, config, texts, newest, start)
+        )
+        run = open_run(workdir, config, mesh, pairs, fingerprints, newest, start)
         start = None  # frees memory
         # If other processes are gone, a save in progress would never end.
         stack.push(lambda _, error, __: None if lost_contact(error) else run.checkpoints.wait())
         yield run
-        if is_first():  # push summary.json
-            retry(run_dir.store, run_dir.push_files)
-            run_dir.push_checkpoints()
+        if is_first():
+            workdir.finish()
 
 
 def _check_limits() -> None:
     for limit, unit, least, name, command in _LIMITS:
-        found, _ = resource.getrlimit(limit)
-        if found != resource.RLIM_INFINITY and found < least * unit:
+        available, _ = resource.getrlimit(limit)
+        if available != resource.RLIM_INFINITY and available < least * unit:
             raise UserError(
-                f"The limit on {name} is {found // unit}; expected at least {least} ({command})."
+                f"The limit on {name} is {available // unit}; expected at least {least} "
+                f"({command})."
             )
 
 
 def build_files(
-    run_dir: Workdir,
+    workdir: Workdir,
     config: Config,
     texts: dict[str, ParallelText],
     newest: int | None,
@@ -160,96 +184,101 @@ def build_files(
     A new tokenizer comes from the model to ``start`` from, or is trained on the text.
     """
     if newest is not None:
-        checkpoint = run_dir.checkpoints / checkpoint_name(newest)
-        tokenizer = load_tokenizer(run_dir.folder, checkpoint)
+        tokenizer = workdir.read_tokenizer(newest)
     else:
-        its = config.tokenizer
-        if start:
-            tokenizer = start[1].with_symbols(its.user_defined_symbols)
-        else:
-            log.info("Preparing the tokenizer.")
-            tokenizer = Tokenizer.train(texts["train"].pairs(), its)
-            _check_decoder_start(config.model.decoder_start_id, tokenizer)
-        tokenizer = tokenizer.with_languages(its.source_language, its.target_language)
-        tokenizer.save(run_dir.folder)
+        tokenizer = _new_tokenizer(config, texts["train"], start)
+        workdir.write_tokenizer(tokenizer)
     tokenizer.target.suppressed_ids(config.decoding.suppress)  # fail early
-    built = {}
-    for name in [name for name in texts if name != "test"]:
-        built[name] = build_corpus(
-            texts[name],
+    fingerprints = {}
+    for name, text in texts.items():
+        if name == "test":
+            continue
+        corpus = build_corpus(
+            text,
             tokenizer,
             config.data,
-            run_dir.folder / "corpus",
+            workdir.path("corpus"),
             bpe_dropout=config.tokenizer.bpe_dropout if name == "train" else 0.0,
             num_samples=config.tokenizer.bpe_dropout_samples,
             seed=config.seed,
-            token=run_dir.token,
-        ).fingerprint
-        run_dir.push_corpus(built[name])
-    run_dir.push_files()
-    return built
+            token=workdir.token,
+        )
+        fingerprints[name] = corpus.fingerprint
+    workdir.publish(list(fingerprints.values()))
+    return fingerprints
+
+
+def _new_tokenizer(config: Config, text: ParallelText, start: Start | None) -> Tokenizer:
+    settings = config.tokenizer
+    if start:
+        tokenizer = start.tokenizer.with_symbols(settings.user_defined_symbols)
+    else:
+        log.info("Preparing the tokenizer.")
+        tokenizer = Tokenizer.train(text.pairs(), settings)
+        _check_decoder_start(config.model.decoder_start_id, tokenizer)
+    return tokenizer.with_languages(settings.source_language, settings.target_language)
 
 
 def open_run(
-    run_dir: Workdir,
+    workdir: Workdir,
     config: Config,
     mesh: Mesh,
     pairs: dict[str, Pairs],
-    built: dict[str, str],
+    fingerprints: dict[str, str],
     newest: int | None,
     start: Start | None,
 ) -> Prepared:
     """Open the tokenizer and corpora, and create or restore the state, in all processes."""
     with raise_on_any_process():
-        if not is_first():
-            run_dir.pull()
-        tokenizer = Tokenizer.load(run_dir.folder)
-        corpora = {name: _open_corpus(run_dir, each) for name, each in built.items()}
-        model = dataclasses.replace(
-            config.model,
-            vocab_size=tokenizer.target.vocab_size,
-            source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
-            pad_id=tokenizer.target.pad_id,
-            eos_id=tokenizer.target.eos_id,
-            dtype=_dtype(run_dir, config.model, newest),
-        )
-        config = dataclasses.replace(config, model=model)
-        mix = Mix(train, config.data.train) if len((train := corpora["train"]).sizes) > 1 else train
-        plan = BatchPlan(mix, config.batch, seed=config.seed, pad_id=model.pad_id)
+        workdir.receive()
+        workdir.tokenizer = workdir.read_tokenizer()
+        workdir.config = config = _with_model_of_run(config, workdir, newest)
+        corpora = {name: workdir.open_corpus(corpus) for name, corpus in fingerprints.items()}
+        train = corpora["train"]
+        mix = Mix(train, config.data.train) if len(train.sizes) > 1 else train
+        plan = BatchPlan(mix, config.batch, seed=config.seed, pad_id=config.model.pad_id)
         _warn_without_effect(config, aligned=plan.aligned)
-    leaves = jax.tree.leaves(start and start[0])
-    checksum = functools.reduce(lambda crc, leaf: zlib.crc32(leaf, crc), leaves, 0)
     check_agreement(
         {
-            "tokenizer": tokenizer.fingerprint,
-            "training.start_from": checksum,
-            "model.dtype": model.dtype,
+            "tokenizer": workdir.tokenizer.fingerprint,
+            "training.start_from": _checksum(start.parameters if start else ()),
+            "model.dtype": config.model.dtype,
         }
     )
     with raise_on_any_process():
         functions = make_step_functions(config, mesh)
-        checkpoints = Checkpoints(run_dir, config, tokenizer)
-        selected = f"{config.training.select_by} on {built.get('dev', '')}"
-        progress = Progress(built["train"], selected=selected)
+        selected = f"{config.training.select_by} on {fingerprints.get('dev', '')}"
+        progress = Progress(fingerprints["train"], selected=selected)
         if newest is None:
             state = _initial_state(functions, start)
         else:
-            state, progress = _resume(checkpoints, newest, functions, progress)
+            state, progress = _resume(workdir, newest, functions, progress)
         if is_first():  # last, so an error leaves the config unchanged
-            write_atomically(run_dir.folder / "config.json", to_json(config))
-    return Prepared(
-        config,
-        run_dir,
-        mesh,
-        tokenizer,
-        corpora,
-        pairs,
-        plan,
-        functions,
-        checkpoints,
-        state,
-        progress,
+            workdir.write_config(config)
+    return Prepared(workdir, mesh, corpora, pairs, plan, functions, state, progress)
+
+
+def _with_model_of_run(config: Config, workdir: Workdir, newest: int | None) -> Config:
+    """Set the fields of ``model`` that the tokenizer, the device or the first part of the run
+    determines.
+    """
+    model = config.model
+    tokenizer = workdir.tokenizer
+    if newest is not None and model.dtype == "auto":
+        model = dataclasses.replace(model, dtype=workdir.checkpoints.config(newest).model.dtype)
+    model = dataclasses.replace(
+        model,
+        vocab_size=tokenizer.target.vocab_size,
+        source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
+        pad_id=tokenizer.target.pad_id,
+        eos_id=tokenizer.target.eos_id,
+        dtype=str(compute_dtype(model)),  # type: ignore[arg-type]
     )
+    return dataclasses.replace(config, model=model)
+
+
+def _checksum(parameters: Any) -> int:
+    return functools.reduce(lambda crc, x: zlib.crc32(x, crc), jax.tree.leaves(parameters), 0)
 
 
 def _warn_without_effect(config: Config, *, aligned: bool) -> None:
@@ -268,28 +297,6 @@ def _warn_without_effect(config: Config, *, aligned: bool) -> None:
             log.warning("%s has no effect: %s.", name, reason)
 
 
-def _dtype(run_dir: Workdir, model: ModelConfig, newest: int | None) -> Any:
-    """Resolve ``model.dtype``. A resumed run keeps the data type of its first part."""
-    if newest is not None and model.dtype == "auto":
-        model = config_of(run_dir.checkpoints / checkpoint_name(newest)).model
-    return str(compute_dtype(model))
-
-
-def _open_corpus(run_dir: Workdir, fingerprint: str) -> Corpus:
-    """Open a corpus that process 0 built, after copying it from the URL if it is not here."""
-    here, there = run_dir.folder / "corpus", run_dir.store / "corpus"
-    corpus = open_corpus(here, fingerprint)
-    if corpus is None and here != there:
-        copy_folder(there / fingerprint, here / fingerprint)
-        corpus = open_corpus(here, fingerprint)
-    if corpus is None:
-        raise UserError(
-            f"The corpus {here / fingerprint} is corrupt. Delete {there / fingerprint} and run the "
-            "same command again to build it again."
-        )
-    return corpus
-
-
 def check_inputs(
     data: DataConfig, training: TrainingConfig
 ) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
@@ -304,8 +311,11 @@ def check_inputs(
             "files), choose another data.train.kind and set its source, or pass a --config."
         )
     names = ("train", "dev", "test") if is_first() else ("dev", "test")
-    given = {name: getattr(data, name) for name in names}
-    texts = {name: ParallelText(each, data.root) for name, each in given.items() if each.is_given}
+    texts = {}
+    for name in names:
+        pairs_config = getattr(data, name)
+        if pairs_config.is_given:
+            texts[name] = ParallelText(pairs_config, data.root)
     bleu_metric(training.bleu_tokenize)
     for name, text in texts.items():
         for item in text.config.items:
@@ -329,16 +339,16 @@ def with_layout(config: Config, platform: str) -> Config:
 
 
 def _resume(
-    checkpoints: Checkpoints, step: int, functions: StepFunctions, new: Progress
+    workdir: Workdir, step: int, functions: StepFunctions, new: Progress
 ) -> tuple[TrainState, Progress]:
     """Restore state and progress from a checkpoint.
 
     ``new`` holds the corpus and the selection criterion of the resuming run.
     """
-    state, progress = checkpoints.restore(step, functions.abstract_state)
+    state, progress = workdir.checkpoints.restore(step, functions.abstract_state)
     if progress.corpus != new.corpus:
         raise UserError(
-            f"The training text differs from the text that {str(checkpoints.folder.parent)!r} was "
+            f"The training text differs from the text that {str(workdir)!r} was "
             f"trained on up to step {step}; expected the same files (data.train, data.root), and a "
             "mix (weights or temperature) only if it was one. To continue training its model on "
             "this text, start a run in another --workdir with "
@@ -353,7 +363,8 @@ def _initial_state(functions: StepFunctions, start: Start | None) -> TrainState:
     if start is None:
         return functions.init()
     abstract: Parameters = functions.abstract_state.parameters
-    return functions.init(to_global_arrays(jax.tree.map(_grown, start[0], abstract), abstract))
+    parameters = jax.tree.map(_grown, start.parameters, abstract)
+    return functions.init(to_global_arrays(parameters, abstract))
 
 
 def _check_decoder_start(start_id: int, tokenizer: Tokenizer) -> None:
@@ -381,7 +392,7 @@ def _start_model(name: str, config: Config) -> Start:
             f"training.start_from is {name!r}, but its model or tokenizer settings differ from "
             f"this run's. Use --config {name}. {fields_that_differ(differences)}"
         )
-    return parameters, tokenizer
+    return Start(parameters, tokenizer)
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -26,7 +26,7 @@ class Profiler:
         profile, step = run.config.training.profile, int(run.state.step)
         start, self._stop = map(int, (profile or "0:0").split(":"))
         self._start, self._trace = max(start, step), ExitStack()
-        self._folder = run.workdir.folder / "profile" / f"process_{jax.process_index()}"
+        self._folder = run.workdir.path("profile") / f"process_{jax.process_index()}"
         if profile and min(self._stop, run.config.training.steps) <= step:
             log.warning(
                 f"training.profile is {profile!r}, but the run resumes at step {step}. Choose "

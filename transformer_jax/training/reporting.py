@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import operator
 import sys
 import time
 from contextlib import suppress
-from copy import copy
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
@@ -22,81 +18,24 @@ from rich.progress import Progress as ProgressBar
 from transformer_jax.devices.distributed import is_first
 from transformer_jax.errors import LossyStream, UserError
 from transformer_jax.storage.files import parse_object, write_atomically
-from transformer_jax.training.flops import peak_tflops
-from transformer_jax.training.loss import LossSums
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.step import StepMetrics
 
 log = logging.getLogger(__name__)
-
-
-def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
-    """Compute mean loss (label-smoothed), nll, perplexity and accuracy per token from sums."""
-    count = float(sums.tokens) or math.nan
-    nll = float(sums.nll) / count
-    return {
-        f"{prefix}loss": float(sums.loss) / count,
-        f"{prefix}nll": nll,
-        f"{prefix}perplexity": math.exp(min(nll, 700.0)),
-        f"{prefix}accuracy": float(sums.correct) / count,
-    }
-
-
-class Meter:
-    """Running totals in ``progress``, and averages since the last log entry."""
-
-    def __init__(self, progress: Progress, devices: list[jax.Device]):
-        self._progress, self._devices = progress, devices
-        self._sums: LossSums
-        self.restart()
-        self._begin_entry()
-
-    def restart(self) -> None:
-        """Exclude the time since the last step from the training time."""
-        self._since = time.perf_counter()
-
-    def add(self, metrics: StepMetrics, flops: float) -> None:
-        """Add one step's metrics and model FLOPs."""
-        now = time.perf_counter()
-        self._progress.train_seconds += now - self._since
-        self._progress.tokens += int(metrics.source_tokens + metrics.sums.tokens)
-        self._flops += flops
-        if not metrics.bad_in_a_row:
-            self._sums = jax.tree.map(operator.add, self._sums, metrics.sums)
-        self._since = now
-
-    def entry(self) -> dict[str, Any]:
-        """Return averages since the last entry, NaN if all steps were skipped."""
-        seconds = max(self._progress.train_seconds - self._before.train_seconds, 1e-9)
-        tokens = self._progress.tokens - self._before.tokens
-        tflops = self._flops / 1e12 / seconds / len(self._devices)
-        values = means(self._sums) | {
-            "tokens_per_second": tokens / seconds,
-            "tflops_per_device": tflops,
-        }
-        if peak := peak_tflops(self._devices[0].device_kind):
-            values["mfu"] = tflops / peak
-        self._begin_entry()
-        return values
-
-    def _begin_entry(self) -> None:
-        self._before, self._flops = copy(self._progress), 0.0
-        self._sums = LossSums(*np.zeros(4))
 
 
 class Reporter:
     """Writer of metrics.jsonl, TensorBoard logs and terminal output, in the first process only."""
 
-    def __init__(self, workdir: Path, *, steps: int, start_step: int):
-        """Open the log files, dropping entries that an interrupted run wrote after ``start_step``.
+    def __init__(self, folder: Path, *, steps: int, start_step: int):
+        """Open the log files in ``folder``.
 
-        This run will write those entries again.
+        Drops the entries that an interrupted run wrote after ``start_step``: this run will write
+        them again.
         """
         self._logs: list[Any] = []
         if is_first():
-            path = workdir / "metrics.jsonl"
+            path = folder / "metrics.jsonl"
             _truncate(path, start_step)
-            board = _Board(workdir / "tensorboard", purge_step=start_step + 1)
+            board = _Board(folder / "tensorboard", purge_step=start_step + 1)
             self._logs = [path.open("a", encoding="utf-8"), board]
         self._failed = False
         file: Any = sys.stderr and LossyStream(sys.stderr)

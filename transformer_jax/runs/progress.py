@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, short_repr
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,10 @@ class Progress:
     best: dict[str, float] = field(default_factory=dict)  # metrics at best_step
 
     @classmethod
-    def parse(cls, fields: dict[str, Any], name: str) -> Progress:
+    def parse(cls, fields: Any, name: str) -> Progress:
         """Parse the fields in a manifest. ``name`` is the manifest's file name in messages."""
+        if not isinstance(fields, dict):
+            raise UserError(f"{name}: progress is {short_repr(fields)}; expected a JSON object.")
         if differing := sorted(fields.keys() ^ vars(cls()).keys()):
             raise UserError(
                 f"{name}: unknown or missing fields of progress: {', '.join(differing)}. Resume "
@@ -40,9 +42,12 @@ class Progress:
 
     def note_evaluation(self, figures: dict[str, Any], select_by: str, *, step: int) -> None:
         """Record an evaluation's metrics. ``training.select_by`` decides whether it is the best."""
-        name, sign = ("dev_bleu", 1) if select_by == "bleu" else ("dev_loss", -1)
+        name = "dev_bleu" if select_by == "bleu" else "dev_loss"
+        sign = 1 if select_by == "bleu" else -1
         if sign * figures[name] > sign * self.best.get(name, -sign * math.inf):
-            self.best_step, self.best, self.since_best = step, figures, 0
+            self.best_step = step
+            self.best = figures
+            self.since_best = 0
         else:
             self.since_best += 1
 
@@ -50,5 +55,7 @@ class Progress:
         """Reset the best evaluation if later evaluations cannot be compared with it."""
         if self.selected != selected:
             log.info("The dev set or training.select_by has changed; resetting the best result.")
-            self.best_step, self.best, self.since_best = None, {}, 0
+            self.best_step = None
+            self.best = {}
+            self.since_best = 0
             self.selected = selected

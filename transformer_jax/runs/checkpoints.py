@@ -1,6 +1,6 @@
-"""Background checkpoint saving with Orbax, retention, and restoring.
+"""The checkpoints of a run: saving in the background with Orbax, retention, and restoring.
 
-``runs/checkpoint.py`` describes the format.
+``checkpoint_folder.py`` describes the format.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,48 +19,88 @@ from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.devices.distributed import broadcast_from_first, is_first
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.model.matmul import compute_dtype
-from transformer_jax.runs.averaging import kept
-from transformer_jax.runs.checkpoint import (
-    checkpoint_name,
-    complete_steps,
-    delete_checkpoint,
+from transformer_jax.runs import averaging
+from transformer_jax.runs.checkpoint_folder import checkpoint_name, complete_steps, newest_intact
+from transformer_jax.runs.manifest import (
+    config_of,
+    delete_complete,
     read_manifest,
     write_manifest,
 )
-from transformer_jax.runs.model_folder import is_model, write_model
+from transformer_jax.runs.model_folder import is_model
+from transformer_jax.runs.progress import Progress
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import MANIFEST, MODEL, AnyPath, remove_folder, retry
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.step import TrainState
-from transformer_jax.training.workdir import Workdir, WorkdirTaken
 
 log = logging.getLogger(__name__)
 
+State = TypeVar("State")
+"""Training state: a dataclass of arrays with fields ``step``, ``parameters`` and ``ema``."""
+
 _TIMEOUT_SECONDS = 600  # for other processes to write their shards of a checkpoint
+
+
+class WorkdirTaken(UserError):
+    """Another run has started in the work directory. This run must not change it any more."""
+
+
+class Owner(Protocol):
+    """The work directory that checkpoints belong to (``workdir.py``)."""
+
+    folder: Path
+    config: Config
+    tokenizer: Tokenizer
+
+    def check_token(self) -> None:
+        """Raise ``WorkdirTaken`` if another run has started in the work directory."""
+
+    def push_files(self) -> None:
+        """Copy all files but checkpoints to the object store, if there is one."""
+
+    def push_checkpoints(self) -> None:
+        """Copy the checkpoints to the object store, unless Orbax writes them there."""
 
 
 class Checkpoints:
     """Checkpoints of a work directory."""
 
-    def __init__(self, workdir: Workdir, config: Config, tokenizer: Tokenizer):
-        self.folder, self._model = workdir.checkpoints, workdir.folder / MODEL
-        self._workdir, self._config, self._tokenizer = workdir, config, tokenizer
+    def __init__(self, owner: Owner, folder: AnyPath):
+        self.folder = folder
+        self.failure = ""  # error of the last save
+        self._owner = owner
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self.failure = ""  # error of the last save
 
-    def save(self, state: TrainState, progress: Progress) -> None:
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, oldest first."""
+        return retry(self.folder, lambda: complete_steps(self.folder))
+
+    def newest(self) -> int | None:
+        """Return the step of the newest intact checkpoint, or None if there are no checkpoints.
+
+        Raises ``UserError`` if all are corrupt.
+        """
+        return newest_intact(self.folder)
+
+    def path(self, step: int) -> AnyPath:
+        """Return the folder of a step's checkpoint."""
+        return self.folder / checkpoint_name(step)
+
+    def config(self, step: int) -> Config:
+        """Return the config with which a step's checkpoint was saved."""
+        return config_of(self.path(step))
+
+    def save(self, state: Any, progress: Progress) -> None:
         """Start saving a checkpoint, and return once the state is copied.
 
         A step that is already complete is not saved again. If saving fails, the error is logged and
         older checkpoints are kept; if no checkpoint exists, the next save raises ``UserError``.
-        After a save, older checkpoints are deleted (see ``kept``).
+        After a save, older checkpoints are deleted (see ``averaging.kept``).
         """
         self.wait()
-        path, store = self.folder / checkpoint_name(int(state.step)), self._workdir.store
-        if not broadcast_from_first(lambda: retry(store, lambda: self._make_room(path))):
+        path = self.path(int(state.step))
+        if not broadcast_from_first(lambda: retry(self.folder, lambda: self._make_room(path))):
             return
         self.failure = ""
         try:
@@ -72,8 +113,8 @@ class Checkpoints:
         except Exception as error:
             self._discard(path, error)
         else:
-            noted = dataclasses.asdict(progress)
-            self._pending = self._worker.submit(self._finish, path, response, noted)
+            values = dataclasses.asdict(progress)
+            self._pending = self._worker.submit(self._finish, path, response, values)
 
     def wait(self) -> None:
         """Wait for the save in progress, if any."""
@@ -85,30 +126,35 @@ class Checkpoints:
         """Wait for the save in progress. Returns True if this step has a complete checkpoint."""
         self.wait()
 
-        def held() -> bool:
-            retry(self._workdir.store, self._workdir.check_token)
+        def is_complete() -> bool:
+            self._owner.check_token()
             return step in self.steps()
 
-        return broadcast_from_first(held)
+        return broadcast_from_first(is_complete)
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a complete checkpoint, oldest first."""
-        return retry(self.folder, lambda: complete_steps(self.folder))
-
-    def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
+    def restore(self, step: int, abstract_state: State) -> tuple[State, Progress]:
         """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
-        path = self.folder / checkpoint_name(step)
+        path = self.path(step)
         parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
-        state = TrainState(parameters=parts["parameters"], ema=parts.get("ema"), **parts["rest"])
-        return state, Progress.parse(read_manifest(path)["progress"], str(path / MANIFEST))
+        fields = {"parameters": parts["parameters"], "ema": parts.get("ema"), **parts["rest"]}
+        state = dataclasses.replace(abstract_state, **fields)  # type: ignore[type-var]
+        return state, Progress.parse(read_manifest(path).get("progress"), str(path / MANIFEST))
 
-    def write_model(self, parameters: Any, steps: Sequence[int]) -> None:
-        """Write the finished model, the average of these steps' checkpoints."""
-        config, auto = self._config, dataclasses.replace(self._config.model, dtype="auto")
-        if config.model.dtype == compute_dtype(auto):  # other machines choose their own
-            config = dataclasses.replace(config, model=auto)
-        broadcast_from_first(
-            lambda: write_model(self._model, config, parameters, self._tokenizer, steps)
+    def choose_average(
+        self,
+        best_step: int | None,
+        *,
+        stopped_early: bool,
+        dev_loss: Callable[[Any], float] | None,
+    ) -> tuple[list[int], Any]:
+        """Choose the checkpoints to average for the model (see ``averaging.choose``)."""
+        return averaging.choose(
+            self.folder,
+            broadcast_from_first(lambda: self.steps()[::-1]),
+            best_step,
+            self._owner.config.training,
+            stopped_early=stopped_early,
+            dev_loss=dev_loss,
         )
 
     def _make_room(self, path: AnyPath) -> bool:
@@ -120,7 +166,7 @@ class Checkpoints:
                 "Stopping because there is no checkpoint to resume from. Free disk space "
                 "and run the same command again to start from scratch."
             )
-        self._workdir.check_token()
+        self._owner.check_token()
         if int(path.name) in steps:
             return False
         remove_folder(path)  # left by a failed save, or a link
@@ -128,29 +174,32 @@ class Checkpoints:
 
     def _finish(self, path: AnyPath, response: Any, progress: dict[str, Any]) -> None:
         """Write the manifest and delete old checkpoints, unless another run has started here."""
-        workdir = self._workdir
+        owner = self._owner
         try:
             response.result()
             if not is_first():  # which does the rest
                 return
-            _try(workdir.push_files)
-            retry(workdir.store, workdir.check_token)
-            content = self._config, self._tokenizer, {"progress": progress}
-            retry(path, lambda: write_manifest(path, *content))
+            _try(owner.push_files)
+            owner.check_token()
+            more = {"progress": progress}
+            retry(path, lambda: write_manifest(path, owner.config, owner.tokenizer, more))
             _try(lambda: self._delete_old(progress["best_step"]))
-            _try(workdir.push_checkpoints)
+            _try(owner.push_checkpoints)
         except WorkdirTaken:
             pass  # the next save raises it in all processes
         except Exception as error:
             self._discard(path, error)
 
     def _delete_old(self, best_step: int | None) -> None:
-        self._workdir.check_token()
+        self._owner.check_token()
         steps = self.steps()[::-1]
-        for old in {*steps} - kept(self.folder, steps, best_step, self._config.training):
-            delete_checkpoint(self.folder / checkpoint_name(old))
-        if is_model(self._model):  # the run had finished, and continues
-            delete_checkpoint(self._model)
+        kept = averaging.kept(self.folder, steps, best_step, self._owner.config.training)
+        for step in steps:
+            if step not in kept:
+                delete_complete(self.path(step))
+        model = self._owner.folder / MODEL
+        if is_model(model):  # of a finished run, which now continues
+            delete_complete(model)
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
         for pause in (0.0, 0.2, 2.0) if is_first() else ():
@@ -172,7 +221,7 @@ def _try(work: Callable[[], None]) -> None:
         log.warning("%s Training continues and will retry at the next checkpoint.", error)
 
 
-def _parts(state: TrainState) -> dict[str, Any]:
+def _parts(state: Any) -> dict[str, Any]:
     """Return the parts of the state that Orbax saves."""
     rest = dict(vars(state))
     parts = {"parameters": rest.pop("parameters"), "ema": rest.pop("ema"), "rest": rest}

@@ -1,0 +1,116 @@
+"""Checkpoint folders: names, contents, and the parameters in one.
+
+Layout of a work directory, local or in an object store::
+
+    config.json, tokenizer.model
+    model/               the finished model (``model_folder.py``)
+    checkpoints/00000500/
+        state/           Orbax: parameters, ema (if configured), rest (optimizer state, counters,
+                         seed)
+        manifest.json    config, progress, the tokenizer's fingerprint, CRC-32 of every file
+                         (``manifest.py``)
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import load_file
+
+from transformer_jax.devices.sharding import map_named
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import abstract_model
+from transformer_jax.runs.manifest import config_of, corruption, read_manifest
+from transformer_jax.storage.files import MANIFEST, AnyPath, files_in, is_checkpoint
+from transformer_jax.tokenization.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+PARAMETERS = "model.safetensors"
+"""Name of a model folder's parameters."""
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of a checkpoint."""
+    return f"{step:08d}"
+
+
+def complete_steps(checkpoints: AnyPath) -> list[int]:
+    """Return the steps of complete checkpoints in a ``checkpoints/`` folder, oldest first."""
+    names = (name.partition("/") for name in files_in(checkpoints))
+    return [int(step) for step, _, file in names if file == MANIFEST and step.isdigit()]
+
+
+def newest_intact(checkpoints: AnyPath) -> int | None:
+    """Return the step of the newest intact checkpoint in a ``checkpoints/`` folder.
+
+    Returns None if the folder has no checkpoints. Raises ``UserError`` if all are corrupt.
+    """
+    steps = complete_steps(checkpoints)
+    for step in reversed(steps):
+        path = checkpoints / checkpoint_name(step)
+        if not (reason := corruption(path)):
+            return step
+        log.warning("Checkpoint %s is corrupt (%s); trying the previous checkpoint.", path, reason)
+    if steps:
+        raise UserError(
+            f"All {len(steps)} checkpoints in {checkpoints} are corrupt. Restore one from a "
+            "backup, or start over in another --workdir."
+        )
+    return None
+
+
+def saved_parameters(folder: AnyPath) -> Any:
+    """Load the parameters of a model, or of a checkpoint (with ``optimizer.ema_decay``, their EMA).
+
+    Returns a nested dict of NumPy arrays. Raises ``UserError`` if a file is corrupt.
+    """
+    if reason := corruption(folder, resuming=False):
+        raise _corrupt(folder, reason)
+    config = config_of(folder)
+    abstract = abstract_model(config.model).parameters
+    if is_checkpoint(folder):
+        part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
+        wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
+        return ocp.load_checkpointables(str(folder / "state"), {part: wanted})[part]
+    tensors = load_file(str(folder / PARAMETERS))
+
+    def checked_tensor(name: str, expected: jax.ShapeDtypeStruct) -> np.ndarray:
+        if name not in tensors:
+            raise _corrupt(folder, f"{PARAMETERS} has no {name}")
+        shape = tensors[name].shape
+        if shape != expected.shape:
+            raise _corrupt(folder, f"{name} has shape {shape}; expected {expected.shape}")
+        return tensors[name]
+
+    return map_named(checked_tensor, abstract)
+
+
+def _corrupt(folder: AnyPath, reason: str) -> UserError:
+    if is_checkpoint(folder):
+        return UserError(
+            f"Checkpoint {folder} is corrupt: {reason}. Pass the folder of another checkpoint."
+        )
+    return UserError(
+        f"Model {folder} is corrupt: {reason}. Copy its folder again, or run train.py or the "
+        "import again."
+    )
+
+
+def load_tokenizer(folder: Path, saved: AnyPath) -> Tokenizer:
+    """Load the tokenizer in ``folder``.
+
+    Raises ``UserError`` if the checkpoint or model ``saved`` was trained with another tokenizer.
+    """
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.fingerprint != read_manifest(saved).get("tokenizer"):
+        raise UserError(
+            f"The tokenizer in {str(folder)!r} does not match checkpoint {str(saved)!r}; "
+            "expected the tokenizer*.model files that the run wrote. Restore them from a backup."
+        )
+    return tokenizer

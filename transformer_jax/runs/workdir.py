@@ -1,0 +1,295 @@
+"""Work directory of a run: its files, their owner, and the checks before a run starts in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.data.corpus import TEMPORARY, Corpus, open_corpus
+from transformer_jax.devices.distributed import broadcast_from_first
+from transformer_jax.errors import UserError, one_line
+from transformer_jax.model.matmul import compute_dtype
+from transformer_jax.runs.checkpoint_folder import (
+    PARAMETERS,
+    checkpoint_name,
+    load_tokenizer,
+)
+from transformer_jax.runs.checkpoints import Checkpoints, WorkdirTaken
+from transformer_jax.runs.manifest import delete_complete
+from transformer_jax.runs.model_folder import is_model, write_model
+from transformer_jax.settings.changes import (
+    Difference,
+    differences_on_resume,
+    fields_that_differ,
+)
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import from_json, to_json
+from transformer_jax.storage.files import (
+    MODEL,
+    AnyPath,
+    files_in,
+    kind_of,
+    local_path,
+    locked,
+    remove_folder,
+    write_atomically,
+)
+from transformer_jax.tokenization.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_TOKEN = ".token"
+_TOKEN_SECONDS = 60.0  # on a network file system, new files can appear late
+
+
+class Workdir:
+    """Work directory of a run, on a local or shared disk.
+
+    With several processes, process 0 calls ``open`` and ``publish``, then all others ``join`` and
+    ``receive``.
+
+    Attributes:
+      config: the run's settings, with the sizes of its vocabularies. Set before the first save.
+      tokenizer: the run's tokenizer. Set before the first save.
+      checkpoints: the run's checkpoints.
+      token: random string that process 0 writes there. Another run that starts there replaces it.
+      folder: the folder on this machine.
+      store: the folder or URL that ``--workdir`` names.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+
+    def __init__(self, name: str | Path):
+        # resolved, because a link can be changed during the run
+        self.folder = Path(os.path.realpath(local_path(name)))
+        self.store: AnyPath = self.folder
+        self.checkpoints = Checkpoints(self, self.folder / "checkpoints")
+        self.token = ""
+        try:
+            str(self.folder).encode()
+        except UnicodeEncodeError:  # Orbax does not accept it
+            raise UserError(
+                f"--workdir is {str(self.folder)!r}, which contains characters outside this "
+                "locale's encoding; set PYTHONUTF8=1 in the environment, or choose an ASCII name."
+            ) from None
+
+    def __str__(self) -> str:
+        return str(self.store)
+
+    def path(self, name: str) -> Path:
+        """Return the path of one of the run's files on this machine."""
+        return self.folder / name
+
+    @property
+    def logs(self) -> Path:
+        """The folder of metrics.jsonl and the TensorBoard logs on this machine."""
+        return self.folder
+
+    @contextmanager
+    def open(self, config: Config, *, allow_changes: bool = False) -> Iterator[int | None]:
+        """Lock and claim the work directory for a run with this config until the context exits.
+
+        Yields the step of the newest intact checkpoint, or None. Deletes newer and incomplete
+        checkpoints. With ``allow_changes``, the run can resume with different values of
+        ``Changeable`` settings. A folder without a checkpoint is reused, with its corpora.
+
+        Raises:
+          UserError: the folder is in use by another run, holds a run with another config or a
+            finished model without checkpoints, is a model folder or is not a work directory. Its
+            contents are unchanged.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _check_owner(self)
+        busy = (
+            f"Another run is using {str(self)!r}; wait for it to finish or choose another "
+            "--workdir."
+        )
+        with locked(self.path(".lock"), busy):
+            self.pull()
+            newest = self.checkpoints.newest()
+            if newest is not None:
+                # the checkpoint's own config, because config.json can have been edited
+                differences = differences_on_resume(self.checkpoints.config(newest), config)
+                _check_changes(self, differences, allow_changes=allow_changes)
+            elif is_model(self.path(MODEL)):
+                raise UserError(
+                    f"{str(self)!r} has a finished model, but no checkpoint to resume from. To "
+                    f"continue from the model, pass --training.start-from {self} and another "
+                    "--workdir; to train from scratch, choose another --workdir or delete "
+                    f"{self}/{MODEL}."
+                )
+            token_of_last_run = read_token(self.folder)
+            self.claim()  # before anything is deleted
+            if newest is None:
+                self.write_config(config)
+            _delete_unfinished_corpora(self, token_of_last_run)
+            _delete_checkpoints_after(self, newest or 0)
+            yield newest
+
+    def claim(self) -> None:
+        """Write a new token, so runs elsewhere that use the work directory stop."""
+        self.token = secrets.token_hex()
+        try:
+            for place in (self.store, self.folder):
+                (place / _TOKEN).write_text(self.token)
+        except Exception as error:  # each store raises different errors
+            raise UserError(f"{self} cannot be written: {one_line(error)}") from error
+
+    def join(self, token: str) -> None:
+        """Wait for process 0's token. Raises ``UserError`` if it does not appear."""
+        self.token = token
+        end = time.monotonic() + _TOKEN_SECONDS
+        while read_token(self.store) != token:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"{self} is not shared by all processes: process 0's file "
+                    f"{_TOKEN} did not appear within {_TOKEN_SECONDS:.0f} s; choose a "
+                    "shared folder or a gs:// URL."
+                )
+            time.sleep(0.2)
+
+    def check_token(self) -> None:
+        """Raise ``WorkdirTaken`` if another run has started in the same work directory."""
+        if read_token(self.store) != self.token:
+            raise WorkdirTaken(
+                f"Stopping because another run has started in {self}. Restart this run with "
+                "a different --workdir."
+            )
+
+    def write_config(self, config: Config) -> None:
+        """Write config.json."""
+        write_atomically(self.path("config.json"), to_json(config))
+
+    def write_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Write the tokenizer's files."""
+        tokenizer.save(self.folder)
+
+    def read_tokenizer(self, step: int | None = None) -> Tokenizer:
+        """Read the run's tokenizer.
+
+        Raises ``UserError`` if the checkpoint of this step has another one.
+        """
+        if step is None:
+            return Tokenizer.load(self.folder)
+        return load_tokenizer(self.folder, self.checkpoints.path(step))
+
+    def open_corpus(self, fingerprint: str) -> Corpus:
+        """Open a corpus that process 0 built."""
+        corpus = open_corpus(self.path("corpus"), fingerprint)
+        if corpus is None:
+            path = self.store / "corpus" / fingerprint
+            raise UserError(
+                f"The corpus {self.path('corpus') / fingerprint} is corrupt. Delete {path} and run "
+                "the same command again to build it again."
+            )
+        return corpus
+
+    def write_model(self, parameters: Any, steps: Sequence[int]) -> None:
+        """Write the finished model, the average of these steps' checkpoints."""
+        config = self.config
+        auto = dataclasses.replace(config.model, dtype="auto")
+        if config.model.dtype == compute_dtype(auto):  # other machines choose their own
+            config = dataclasses.replace(config, model=auto)
+        model = self.path(MODEL)
+        broadcast_from_first(lambda: write_model(model, config, parameters, self.tokenizer, steps))
+
+    def publish(self, corpora: Sequence[str]) -> None:
+        """Give the other processes what process 0 built: tokenizer, logs, and these corpora."""
+
+    def receive(self) -> None:
+        """Get what process 0 published."""
+
+    def finish(self) -> None:
+        """Publish the model and the summary of a run that ends, in process 0."""
+
+    def pull(self) -> None:
+        """Bring the files of the store to this machine. Here, the folder is the store."""
+
+    def push_files(self) -> None:
+        """Bring the files of this machine to the store, except for checkpoints."""
+
+    def push_checkpoints(self) -> None:
+        """Bring the checkpoints of this machine to the store."""
+
+
+def read_token(place: AnyPath) -> str:
+    """Return the token of a work directory, or '' if it is missing."""
+    path = place / _TOKEN
+    try:
+        if not isinstance(path, Path):
+            path.fs.invalidate_cache()
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+    except Exception as error:
+        raise UserError(f"{place} cannot be read: {one_line(error)}") from error
+
+
+def _check_owner(workdir: Workdir) -> None:
+    """Raise ``UserError`` if another program wrote the files in the work directory."""
+    store = workdir.store
+    if kind_of(store / PARAMETERS) or 0 in workdir.checkpoints.steps():
+        raise UserError(
+            f"{str(store)!r} is a finished or imported model, which training does not modify. To "
+            f"fine-tune it, pass --training.start-from {store} and another --workdir."
+        )
+    path = store / "config.json"
+    if kind_of(path):
+        try:
+            from_json(path.read_bytes())
+        except UserError as error:
+            if workdir.checkpoints.newest() is None:
+                raise UserError(f"{str(path)!r}: {error}") from None
+        return
+    names = os.listdir(store) if isinstance(store, Path) else files_in(store)
+    if any(name[0] != "." and name.partition("/")[0] != "corpus" for name in names):
+        raise UserError(
+            f"{str(store)!r} is not empty but has no config.json; expected a new folder or a "
+            "work directory."
+        )
+
+
+def _check_changes(workdir: Workdir, differences: list[Difference], *, allow_changes: bool) -> None:
+    """Raise ``UserError`` unless the run can resume with these changed settings."""
+    if not differences:
+        return
+    fields = fields_that_differ(differences)
+    changeable = all(difference.changeable for difference in differences)
+    if not (changeable and allow_changes):
+        flag = ", or --allow-changes" if changeable else ""
+        raise UserError(
+            f"{str(workdir)!r} contains a run with a different config. Use another --workdir or "
+            f"the same settings{flag}. {fields}"
+        )
+    log.warning("Resuming the run with different settings. %s", fields)
+
+
+def _delete_unfinished_corpora(workdir: Workdir, token: str) -> None:
+    """Delete the unfinished corpora of the run with this token.
+
+    Work directories can share a ``corpus`` folder, so those of other runs are kept.
+    """
+    if token:
+        for path in workdir.path("corpus").glob(f"{TEMPORARY}{token}*"):
+            remove_folder(path)
+
+
+def _delete_checkpoints_after(workdir: Workdir, newest: int) -> None:
+    """Delete checkpoints that are incomplete or newer than the ``newest`` intact one."""
+    folder = workdir.checkpoints.folder
+    complete = [step for step in workdir.checkpoints.steps() if step <= newest]
+    for name in {name.partition("/")[0] for name in files_in(folder)}:
+        if not name.isdecimal() or name != checkpoint_name(int(name)):
+            continue  # not a checkpoint
+        if int(name) not in complete:
+            if int(name) > max(complete, default=0):
+                log.warning("Deleting %s, which is incomplete or corrupt.", folder / name)
+            delete_complete(folder / name)
