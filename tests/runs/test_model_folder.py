@@ -5,6 +5,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import chex
 import jax
@@ -50,6 +51,86 @@ def test_a_checkpoint_outside_of_its_work_directory_is_an_error(
     shutil.copytree(finished / "checkpoints/00000002", tmp_path / "00000002")
     with pytest.raises(UserError, match="expected a work directory .* or a model folder"):
         load_model(tmp_path / "00000002")
+
+
+def _craft(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, with the right checksum."""
+    content = json.loads(manifest.read_text())
+    del content["checksum"]
+    change(content)
+    content = {"checksum": zlib.crc32(json.dumps(content).encode()), **content}
+    manifest.write_text(json.dumps(content))
+
+
+CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no files": lambda content: content.pop("files"),
+    "files null": lambda content: content.update(files=None),
+    "files empty": lambda content: content.update(files={}),
+    "files a list": lambda content: content.update(files=["config.json"]),
+    "a folder": lambda content: content["files"].update({".": 0}),
+    "a file as folder": lambda content: content["files"].update({"manifest.json/x": 0}),
+    "a NUL": lambda content: content["files"].update({"a\0b": 0}),
+    "checksum null": lambda content: content["files"].update(dict.fromkeys(content["files"])),
+    "no config": lambda content: content.pop("config"),
+    "config null": lambda content: content.update(config=None),
+    "config a list": lambda content: content.update(config=[]),
+    "section null": lambda content: content["config"].update(model=None),
+    "wider": lambda content: content["config"]["model"].update(d_model=32, d_k=8, d_v=8),
+    "deeper": lambda content: content["config"]["model"].update(num_layers=2),
+    "no format": lambda content: content.update(format=None),
+}
+
+
+@pytest.mark.parametrize("change", CRAFTED.values(), ids=CRAFTED)
+@pytest.mark.parametrize("kind", ["model", "checkpoint"])
+def test_a_manifest_that_says_something_else_is_an_error(
+    kind: str, change: Callable[[dict[str, Any]], Any], finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    folder = tmp_path / "run" / ("model" if kind == "model" else "checkpoints/00000002")
+    _craft(folder / "manifest.json", change)
+    with pytest.raises(UserError, match=f"{folder.name}.*(corrupt|format)"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("steps", [None, "12", [1, "2"], 3])
+def test_averaged_steps_that_are_no_list_are_an_error(
+    steps: Any, finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished / "model", tmp_path / "model")
+    _craft(tmp_path / "model" / "manifest.json", lambda content: content.update(steps=steps))
+    with pytest.raises(UserError, match="manifest.json is corrupt: steps is .*; expected a list"):
+        load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("progress", [None, [], "x"])
+def test_progress_that_is_no_object_is_an_error(
+    progress: Any, finished: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    manifest = run / "checkpoints/00000002/manifest.json"
+    _craft(manifest, lambda content: content.update(progress=progress))
+    config = no_evaluation(tiny(steps=3, checkpoint_every=1))
+    with pytest.raises(UserError, match="manifest.json: progress is .*; expected a JSON object"):
+        train(config, run, devices=ONE)
+
+
+@pytest.mark.parametrize("name", ["model", "checkpoints", "config.json"])
+def test_a_dangling_link_is_not_taken_for_a_missing_file(
+    name: str, finished: Path, tmp_path: Path
+) -> None:
+    """For example of a disk that is not mounted."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "nowhere")
+    before = sorted(run.rglob("*"))
+    if name == "model":
+        with pytest.raises(UserError, match="model' is a link to .*nowhere', which does not exist"):
+            load_model(run)
+    longer = no_evaluation(tiny(steps=3, checkpoint_every=1))
+    with pytest.raises(UserError, match=f"{name}' is a link to .*nowhere', which does not exist"):
+        train(longer, run, devices=ONE)
+    assert sorted(run.rglob("*")) == before
 
 
 def _flip(file: Path) -> None:

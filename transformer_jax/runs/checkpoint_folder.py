@@ -83,10 +83,14 @@ def saved_parameters(folder: AnyPath) -> Any:
     def checked_tensor(name: str, expected: jax.ShapeDtypeStruct) -> np.ndarray:
         if name not in tensors:
             raise _corrupt(folder, f"{PARAMETERS} has no {name}")
-        shape = tensors[name].shape
-        if shape != expected.shape:
-            raise _corrupt(folder, f"{name} has shape {shape}; expected {expected.shape}")
-        return tensors[name]
+        tensor = tensors[name]
+        if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+            raise _corrupt(
+                folder,
+                f"{name} is {tensor.dtype} of shape {tensor.shape}; expected {expected.dtype} of "
+                f"shape {expected.shape}",
+            )
+        return tensor
 
     return map_named(checked_tensor, abstract)
 

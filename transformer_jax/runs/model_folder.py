@@ -15,6 +15,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.devices.sharding import parameter_name
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runs.averaging import described
 from transformer_jax.runs.checkpoint_folder import (
@@ -43,6 +44,7 @@ from transformer_jax.runs.manifest import (
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import load_config_file, to_json
 from transformer_jax.storage.files import (
+    MANIFEST,
     MODEL,
     AnyPath,
     is_checkpoint,
@@ -64,11 +66,13 @@ def read_model(saved: Path, name: str | Path) -> tuple[Config, Any, Tokenizer]:
     checkpoint, and its config.json determines the ``decoding`` settings. Messages call the folder
     ``name``. Raises ``UserError`` if the model or checkpoint is missing or corrupt.
     """
-    workdir, note = saved, ""
+    workdir = saved
+    note = ""
     if is_checkpoint(saved):
         workdir = saved.parents[1]
-    elif (saved / MODEL).exists():
+    elif os.path.lexists(saved / MODEL):  # a dangling link too: it is not a missing model
         saved /= MODEL
+        _check_link(saved)
     elif steps := complete_steps(saved / "checkpoints"):
         saved = saved / "checkpoints" / checkpoint_name(steps[-1])
         note = "no model/ (training has not finished, or an earlier version ended it), so "
@@ -80,9 +84,10 @@ def read_model(saved: Path, name: str | Path) -> tuple[Config, Any, Tokenizer]:
         )
     if not (resumable or read_manifest(saved)):
         load_config_file(saved / "config.json")  # an error that names the format of transformers
-    parameters, config = saved_parameters(saved), config_of(saved)
+    parameters = saved_parameters(saved)
+    config = config_of(saved)
     tokenizer = load_tokenizer(workdir if resumable else saved, saved)
-    steps = [int(saved.name)] if resumable else read_manifest(saved)["steps"]
+    steps = [int(saved.name)] if resumable else averaged_steps(saved)
     log.info("%s: %s%s.", name, note, described(steps))
     decoding = load_config_file(workdir / "config.json").decoding
     return dataclasses.replace(config, decoding=decoding), parameters, tokenizer
@@ -103,7 +108,8 @@ def save_model(
     Raises:
       FileExistsError: the folder is not empty.
     """
-    folder, config = local_path(folder), dataclasses.replace(config, model=model.config)
+    folder = local_path(folder)
+    config = dataclasses.replace(config, model=model.config)
     if is_model(folder):
         raise FileExistsError(f"{str(folder)!r} is already a model; expected a new folder.")
     write_model(folder, config, nnx.to_pure_dict(nnx.state(model, nnx.Param)), tokenizer, [])
@@ -112,6 +118,25 @@ def save_model(
 def is_model(folder: AnyPath) -> bool:
     """Return True for a model folder, even if it is incomplete."""
     return kind_of(folder / PARAMETERS) == "file" or "steps" in read_manifest(folder)
+
+
+def averaged_steps(model: AnyPath) -> list[int]:
+    """Return the steps whose checkpoints a model is the average of; none: an imported model."""
+    steps = read_manifest(model).get("steps")
+    if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
+        raise UserError(
+            f"{model / MANIFEST} is corrupt: steps is {short_repr(steps)}; expected a list of "
+            "numbers. Copy the model again, or run train.py or the import again."
+        )
+    return steps
+
+
+def _check_link(model: Path) -> None:
+    if not model.exists():
+        raise UserError(
+            f"{str(model)!r} is a link to {str(model.readlink())!r}, which does not exist. Restore "
+            "the model, or delete the link to load the newest checkpoint."
+        )
 
 
 def write_model(
@@ -123,11 +148,12 @@ def write_model(
     """
     if any(folder.glob("*")) and not is_model(folder):
         raise FileExistsError(f"{str(folder)!r} is not empty; expected a new or empty folder.")
-    leaves, temporary = jax.tree.leaves_with_path(parameters), folder.with_name(f".{folder.name}~")
+    tensors = {parameter_name(path): x for path, x in jax.tree.leaves_with_path(parameters)}
+    temporary = folder.with_name(f".{folder.name}~")
     remove_folder(temporary)  # left by a killed process
     try:
         tokenizer.save(temporary)
-        _write_tensors(temporary / PARAMETERS, {parameter_name(path): x for path, x in leaves})
+        _write_tensors(temporary / PARAMETERS, tensors)
         write_atomically(temporary / "config.json", to_json(config))
         write_manifest(temporary, config, tokenizer, {"steps": steps})
         delete_complete(folder)
@@ -141,10 +167,12 @@ def _write_tensors(file: Path, tensors: Mapping[str, Any]) -> None:
 
     The file has the name, shape and place of each array in JSON, after the length of this text.
     """
-    header, end = {}, 0
+    header = {}
+    start = 0
     for name, x in tensors.items():
-        start, end = end, end + 4 * math.prod(x.shape)
+        end = start + 4 * math.prod(x.shape)
         header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [start, end]}
+        start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the arrays
     with file.open("wb") as stream:

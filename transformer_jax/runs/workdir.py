@@ -236,6 +236,13 @@ def read_token(place: AnyPath) -> str:
 def _check_owner(workdir: Workdir) -> None:
     """Raise ``UserError`` if another program wrote the files in the work directory."""
     store = workdir.store
+    for name in ("checkpoints", MODEL, "config.json"):
+        link = workdir.path(name)
+        if link.is_symlink() and not link.exists():
+            raise UserError(
+                f"{str(link)!r} is a link to {str(link.readlink())!r}, which does not exist. "
+                "Restore it, or delete the link."
+            )
     if kind_of(store / PARAMETERS) or 0 in workdir.checkpoints.steps():
         raise UserError(
             f"{str(store)!r} is a finished or imported model, which training does not modify. To "

@@ -10,7 +10,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import is_checkpoint, parse_object
 
@@ -121,12 +121,14 @@ def from_dict(values: Any) -> Config:
     """
     try:
         return _build(Config, _with_new_names(values))
-    except (UserError, AttributeError) as error:  # AttributeError if it is not an object
+    except UserError as error:
         raise UserError(f"The config is not valid: {error}") from None
 
 
-def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+def _with_new_names(values: Any) -> Any:
     """Rename the fields that earlier versions of this package wrote."""
+    if not isinstance(values, dict):
+        return values
     values = {name: dict(x) if isinstance(x, dict) else x for name, x in values.items()}
     model = values.get("model")
     if isinstance(model, dict):
@@ -152,6 +154,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
+    if not isinstance(values, dict):
+        raise UserError(f"{prefix or 'It'} is {short_repr(values)}; expected an object.")
     defaults = {field.name: field.default for field in dataclasses.fields(section)}
     arguments = {}
     for name, value in values.items():
@@ -162,7 +166,7 @@ def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
                 "if it is from Hugging Face transformers, import the model: python -m "
                 "transformer_jax.pretrained import."
             )
-        if isinstance(value, dict) and dataclasses.is_dataclass(default := defaults[name]):
+        if dataclasses.is_dataclass(default := defaults[name]):
             value = _build(type(default), value, f"{prefix}{name}.")
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return section(**arguments)
