@@ -36,35 +36,35 @@ def main(
     for file in (*rules, output / "source", output / "target"):
         check_not_input(str(file), source, target)
     output.mkdir(parents=True, exist_ok=True)
-    if not rules[1].exists():
-        seen, counts, kept = set[bytes](), Counter[str](), list[tuple[str, str]]()
-        for pair in read_pairs(PairsConfig(source=(source,), target=(target,))):
-            digest = blake2b("\n".join(pair).encode(), digest_size=16).digest()
-            short, long = sorted(len(line.strip()) for line in pair)
-            reasons = {
-                "empty": not short,
-                "long": long > max_characters,
-                "ratio": long > max_ratio * short + 10,
-                "script": not all(map(is_mostly, pair, scripts)),
-                "duplicate": digest in seen,
-            }
-            seen.add(digest)
-            reason = next((name for name, applies in reasons.items() if applies), "kept")
-            counts[reason] += 1
-            kept += [pair] if reason == "kept" else []
-        write(kept, rules)
-        print(dict(counts))
+    seen = set[bytes]()
+    counts = Counter[str]()
+    kept = list[tuple[str, str]]()
+    for pair in read_pairs(PairsConfig(source=(source,), target=(target,))):
+        digest = blake2b("\n".join(pair).encode(), digest_size=16).digest()
+        short, long = sorted(len(line.strip()) for line in pair)
+        reasons = {
+            "empty": not short,
+            "long": long > max_characters,
+            "ratio": long > max_ratio * short + 10,
+            "script": not all(map(is_mostly, pair, scripts)),
+            "duplicate": digest in seen or seen.add(digest),
+        }
+        reason = next((name for name, applies in reasons.items() if applies), "kept")
+        counts[reason] += 1
+        kept += [pair] if reason == "kept" else []
+    write(kept, rules)
+    print(dict(counts))
     if workdir:
-        scores, names = str(output / "scores"), [str(file) for file in rules]
-        given = ["--workdir", workdir, "--input", names[0], "--score-targets", names[1]]
-        if status := decode([*given, "--output", scores, "--resume"]):
+        of = blake2b(repr([workdir, kept]).encode(), digest_size=4).hexdigest()
+        scores = str(output / f"scores-{of}")
+        flags = ["--workdir", workdir, "--input", str(rules[0]), "--score-targets", str(rules[1])]
+        if status := decode([*flags, "--output", scores, "--resume"]):
             raise SystemExit(status)
-        pairs = list(zip(*map(read_lines, names), strict=True))
-        scored = zip(map(float, read_lines(scores)), pairs, strict=True)
-        found = [score / (1 + len(line)) for score, (_, line) in scored]
-        best = sorted(np.argsort(-np.nan_to_num(found, nan=-np.inf))[: round(keep * len(pairs))])
-        write([pairs[i] for i in best], [output / "source", output / "target"])
-        print(f"{len(best):,} of {len(pairs):,} pairs kept by score")
+        scored = zip(map(float, read_lines(scores)), kept, strict=True)
+        means = np.nan_to_num([x / (1 + len(line)) for x, (_, line) in scored], nan=-np.inf)
+        best = sorted(np.argsort(-means)[: round(keep * len(kept))])
+        write([kept[i] for i in best], [output / "source", output / "target"])
+        print(f"{len(best):,} of {len(kept):,} pairs kept by score")
 
 
 def is_mostly(line: str, script: str) -> bool:

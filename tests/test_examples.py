@@ -202,11 +202,16 @@ def test_pairs_are_cleaned(run: Callable[..., str], tmp_path: Path) -> None:
     transformer_jax.save_model(folder, transformer_jax.Config(model=model.config), model, tokenizer)
     for _ in range(2):  # the second run has nothing left to score
         run("clean_pairs", **given, output=tmp_path / "clean", workdir=str(folder), keep=0.67)
-        scores = [*map(float, (tmp_path / "clean" / "scores").read_text().split())]
+        [file] = (tmp_path / "clean").glob("scores-*")
+        scores = [*map(float, file.read_text().split())]
         kept = (tmp_path / "clean" / "target").read_text().splitlines()
         rules = sides[1].splitlines()
         worst = min(range(3), key=lambda i: scores[i] / (1 + len(rules[i])))
         assert len(scores) == 3 and kept == [x for i, x in enumerate(rules) if i != worst]
+    given |= {"output": tmp_path / "clean", "workdir": str(folder), "keep": 1.0}
+    printed = run("clean_pairs", **given, max_characters=6)  # other rules than before
+    assert "'kept': 1" in printed and "1 of 1 pairs kept by score" in printed
+    assert (tmp_path / "clean" / "target").read_text() == "TWO\n"
 
 
 def test_shards_of_a_translated_corpus_are_joined(run: Callable[..., str], tmp_path: Path) -> None:

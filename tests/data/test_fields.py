@@ -168,6 +168,29 @@ def test_a_folder_of_parquet_files(tmp_path):
         read(config_of("parquet", "none"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train", "validation", "test"],
+        ["train", "valid"],
+        ["my_Training.0", "my_dev.0"],
+        ["train-00000-of-00001-3f2a", "validation-00000-of-00001-aa17"],
+        ["wmt_train_0000", "newstest2014-00000-of-00001"],
+    ],
+)
+def test_a_folder_of_several_splits_is_an_error(tmp_path, names):
+    for name in names:
+        write(tmp_path / f"{name}.parquet", PAIRS[:1])
+    with pytest.raises(UserError, match=r"contains several splits \(.*train.*\); choose one with"):
+        read(config_of("parquet", str(tmp_path)))
+
+
+def test_a_folder_of_other_names_is_read_whole(tmp_path):
+    for name in ("0000", "0001", "part-a", "retrain", "contest"):
+        write(tmp_path / f"{name}.parquet", PAIRS[:1])
+    assert read(config_of("parquet", str(tmp_path))) == 5 * PAIRS[:1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("limit", [None, 3])
 def test_a_changed_file_gives_another_corpus(tmp_path, kind, limit):

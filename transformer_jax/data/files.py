@@ -12,6 +12,12 @@ from pathlib import Path
 from transformer_jax.errors import UserError
 from transformer_jax.storage.files import AnyPath, is_url, kind_of, remote_path, to_path
 
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev", "devel", "development"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+
 
 def expanded(name: str, root: str = "") -> list[AnyPath]:
     """Return the file with this name or, for a glob, all matching files in sorted order.
@@ -53,17 +59,23 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
 def _parquet_files(folder: str, root: str) -> list[AnyPath]:
     """Return the Parquet files in a folder. Raises ``UserError`` if they are of several splits."""
     files = expanded(f"{glob.escape(folder)}/*.parquet", root)
-    splits = set()
-    for file in files:
-        match = re.match(r"(.+)-\d+-of-\d+", file.name)  # as on Hugging Face
-        if match:
-            splits.add(match[1])
+    splits = {split for file in files if (split := _split_of(file.name))}
     if len(splits) > 1:
         raise UserError(
             f"Folder {folder!r} contains several splits ({', '.join(sorted(splits))}); choose one "
-            f"with a glob, such as '{folder}/train-*.parquet'."
+            f"with a glob, such as '{folder}/train*.parquet'."
         )
     return files
+
+
+def _split_of(name: str) -> str:
+    """Return the split in the name of a file, as Hugging Face's datasets names them, or ""."""
+    words = re.split(r"[^a-z]+", name.lower())
+    for split, spellings in _SPLITS.items():
+        if any(word in spellings for word in words):
+            return split
+    match = re.match(r"(.+)-\d+-of-\d+", name)  # for example newstest2014-00000-of-00001.parquet
+    return match[1] if match else ""
 
 
 def find_files(names: Iterable[tuple[str, ...]], root: str, kind: str) -> list[tuple[AnyPath, ...]]:
