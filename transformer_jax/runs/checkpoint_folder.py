@@ -77,7 +77,7 @@ def saved_parameters(folder: AnyPath) -> Any:
     if is_checkpoint(folder):
         part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
         wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
-        return ocp.load_checkpointables(str(folder / "state"), {part: wanted})[part]
+        return load_state(folder, {part: wanted})[part]
     tensors = load_file(str(folder / PARAMETERS))
 
     def checked_tensor(name: str, expected: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -93,6 +93,30 @@ def saved_parameters(folder: AnyPath) -> Any:
         return tensor
 
     return map_named(checked_tensor, abstract)
+
+
+def load_state(checkpoint: AnyPath, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Load parts of a checkpoint's state, with the shapes, types and shardings of ``wanted``.
+
+    Raises ``UserError`` if it has parameters of other names or shapes, which Orbax would cut or
+    pad with zeros.
+    """
+    saved = ocp.checkpointables_metadata(str(checkpoint / "state")).metadata
+    for part in wanted.keys() & {"parameters", "ema"}:
+        expected = _shapes(wanted[part])
+        actual = _shapes(saved.get(part))
+        for name in sorted(expected.keys() | actual.keys()):
+            if expected.get(name) != actual.get(name):
+                raise _corrupt(
+                    checkpoint,
+                    f"{part}.{name} has shape {actual.get(name)}; expected {expected.get(name)}",
+                )
+    return ocp.load_checkpointables(str(checkpoint / "state"), wanted)
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
 
 
 def _corrupt(folder: AnyPath, reason: str) -> UserError:

@@ -20,7 +20,12 @@ from orbax.checkpoint import v1 as ocp
 from transformer_jax.devices.distributed import broadcast_from_first, is_first
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.runs import averaging
-from transformer_jax.runs.checkpoint_folder import checkpoint_name, complete_steps, newest_intact
+from transformer_jax.runs.checkpoint_folder import (
+    checkpoint_name,
+    complete_steps,
+    load_state,
+    newest_intact,
+)
 from transformer_jax.runs.manifest import (
     config_of,
     delete_complete,
@@ -135,7 +140,7 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: State) -> tuple[State, Progress]:
         """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
         path = self.path(step)
-        parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
+        parts = load_state(path, _parts(abstract_state))
         fields = {"parameters": parts["parameters"], "ema": parts.get("ema"), **parts["rest"]}
         state = dataclasses.replace(abstract_state, **fields)  # type: ignore[type-var]
         return state, Progress.parse(read_manifest(path).get("progress"), str(path / MANIFEST))

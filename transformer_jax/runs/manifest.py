@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.errors import UserError, short_repr
+from transformer_jax.errors import UserError
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import from_dict
 from transformer_jax.storage.files import (
@@ -94,7 +94,7 @@ def corruption(folder: AnyPath, *, resuming: bool = True) -> str:
             if checksums(folder, [name]) != {name: checksum}:
                 return f"{name} has changed since it was saved"
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
-            return f"{short_repr(name)} is missing"
+            return f"{name[:200]} is missing"
     return ""
 
 
