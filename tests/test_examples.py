@@ -210,8 +210,8 @@ def test_pairs_are_cleaned(run: Callable[..., str], tmp_path: Path) -> None:
         assert len(scores) == 3 and kept == [x for i, x in enumerate(rules) if i != worst]
     given |= {"output": tmp_path / "clean", "workdir": str(folder), "keep": 1.0}
     printed = run("clean_pairs", **given, max_characters=6)  # other rules than before
-    assert "'kept': 1" in printed and "1 of 1 pairs kept by score" in printed
-    assert (tmp_path / "clean" / "target").read_text() == "TWO\n"
+    assert "'kept': 2" in printed and "2 of 2 pairs kept by score" in printed
+    assert (tmp_path / "clean" / "target").read_text() == "SEVEN\nTWO\n"
 
 
 def test_shards_of_a_translated_corpus_are_joined(run: Callable[..., str], tmp_path: Path) -> None:
