@@ -60,6 +60,40 @@ def read(config, root=""):
 # Pairs
 
 
+def sources(folder):
+    """A config of every kind of source, by name."""
+    write(folder / "a.tsv", PAIRS[:4])
+    names = {}
+    for side, text in enumerate(zip(*PAIRS[:4], strict=True)):
+        data = "".join(f"{line}\n" for line in text).encode()
+        for suffix, content in (("", data), (".gz", gzip.compress(data))):
+            (folder / f"text.{side}{suffix}").write_bytes(content)
+            names.setdefault(suffix, []).append((str(folder / f"text.{side}{suffix}"),))
+    (folder / "links").write_text("0-0\n" * 4)
+    text = names[""]
+    yield "text", PairsConfig("text", *text)
+    yield "gzip", PairsConfig("text", *names[".gz"])
+    yield "limit", PairsConfig("text", *text, limit=2)
+    yield "alignments", PairsConfig("text", *text, alignments=(str(folder / "links"),))
+    two = [side * 2 for side in text]
+    yield "mix", PairsConfig("text", *two, weights=(1.0, 3.0))
+    yield "tags", PairsConfig("text", *two, tags=("", "<x>"))
+    for name in ("b.parquet", "b.jsonl", "b.jsonl.gz", "b.tsv", "b.tsv.gz"):
+        yield name, write(folder / name, PAIRS[:4])
+
+
+def test_the_fingerprint_is_the_same_before_and_after_reading(tmp_path):
+    """Files that are read to the end are hashed as they are read."""
+    for name, config in sources(tmp_path):
+        before = ParallelText(config).fingerprint
+        text = ParallelText(config)
+        assert list(text.pairs()), name
+        assert text.fingerprint == before, name
+        text = ParallelText(config)
+        next(iter(text.pairs()))  # read in part
+        assert text.fingerprint == before, name
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.tsv", "a.tsv.gz"])
 def test_a_corpus_is_that_of_the_same_pairs_as_text(tmp_path, name):
     config = write(tmp_path / name, PAIRS, row_group_size=700)

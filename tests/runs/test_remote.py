@@ -206,6 +206,31 @@ def test_the_url_overrides_files_unless_this_machine_wrote_last(
         local_workdir(URL)
 
 
+TOKENS = [None, "a", "b"]
+
+
+@pytest.mark.parametrize("there", TOKENS)
+@pytest.mark.parametrize("here", TOKENS)
+def test_a_work_directory_is_pulled_unless_this_machine_wrote_last(here, there, store, monkeypatch):
+    workdir = open_workdir(URL)
+    if there is not None:
+        store.pipe_file("/bucket/run/.token", there.encode())
+    if here is not None:
+        (workdir.folder / ".token").write_text(here)
+    pulled = []
+    monkeypatch.setattr(remote_workdir, "mirror_files", lambda *_, **__: pulled.append("files"))
+    monkeypatch.setattr(remote_workdir, "mirror_checkpoints", lambda *_, **__: None)
+    workdir.pull()
+    assert bool(pulled) == (here is None or here != there)
+    workdir.token = "a"
+    if there == "a":
+        workdir.check_token()
+        workdir.join("a")
+    else:
+        with pytest.raises(UserError, match="another run has started"):
+            workdir.check_token()
+
+
 def test_a_run_ends_when_another_starts_at_its_url(tmp_path, monkeypatch):
     with (
         pytest.raises(UserError, match="another run has started in memory:"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
+import random
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,8 @@ from transformer_jax.storage import files
 from transformer_jax.storage.files import (
     cache_folder,
     check_not_input,
+    checksums,
+    copy_file,
     copy_folder,
     files_in,
     is_url,
@@ -56,6 +61,41 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     with pytest.raises(OSError, match=r"summary\.json"):
         write_atomically(path, "new")
     assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
+
+
+class PartialWrites(io.FileIO):
+    """A raw file of which each write takes only some of the bytes, as POSIX allows."""
+
+    def write(self, data) -> int:
+        view = memoryview(data).cast("B")
+        return super().write(view[: random.Random(len(view)).randint(1, max(1, len(view)))])
+
+
+def test_files_are_complete_if_each_write_takes_only_some_bytes(tmp_path, monkeypatch) -> None:
+    open_ = Path.open
+
+    def partial(path, mode="r", *args, **options):
+        if mode in ("xb", "wb"):
+            return io.BufferedWriter(PartialWrites(path, mode[0]), buffer_size=7)
+        return open_(path, mode, *args, **options)
+
+    content = random.Random(0).randbytes(10_000)
+    monkeypatch.setattr(Path, "open", partial)
+    write_atomically(tmp_path / "a", content)
+    copy_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == content
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 31, 32, 33])
+def test_checksums_and_copies_of_files_around_the_size_of_a_block(
+    size, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 16)
+    content = random.Random(size).randbytes(size)
+    (tmp_path / "a").write_bytes(content)
+    copy_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == content
+    assert checksums(tmp_path, ["a", "b"]) == dict.fromkeys("ab", zlib.crc32(content))
 
 
 def test_an_error_names_the_file_that_the_user_named(tmp_path) -> None:

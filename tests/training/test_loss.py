@@ -354,6 +354,45 @@ def test_only_the_loss_has_a_gradient() -> None:
         jax.grad(lambda h: smoothed_cross_entropy(h, matrix, target).nll)(hidden)
 
 
+def test_a_gradient_that_does_not_use_the_loss_is_zero() -> None:
+    """For example of a function that only divides by the number of tokens."""
+    hidden, matrix, target = _inputs()
+
+    def loss_of(count: str) -> Any:
+        def f(h: jax.Array, m: jax.Array) -> jax.Array:
+            sums = smoothed_cross_entropy(h, m, target)
+            return (h**2).sum() / getattr(sums, count)
+
+        return f
+
+    for count in ("tokens", "correct"):
+        value = getattr(smoothed_cross_entropy(hidden, matrix, target), count)
+        d_hidden, d_matrix = jax.grad(loss_of(count), argnums=(0, 1))(hidden, matrix)
+        np.testing.assert_allclose(d_hidden, 2 * hidden / value, rtol=1e-6)
+        assert not d_matrix.any()
+
+
+def test_bfloat16_gradients_do_not_depend_on_the_size_of_chunks(backend: str) -> None:
+    """Gradients of the matrix are summed over chunks in float32."""
+    hidden = _normal(3, 4, 32, 16).astype(jnp.bfloat16)
+    matrix = _normal(4, 64, 16)
+    target = _tokens(5, 4, 32, low=1, high=64)
+    dtype = jnp.dtype(jnp.bfloat16)
+    gradients = []
+    for max_logits in (64, 5 * 64, 10**6):  # chunks of 1, 5 and all positions
+        settings = _Settings(0.1, 0, max_logits, dtype, None, None, backend)
+        gradients.append(
+            jax.grad(lambda h, m, s=settings: _loss(s, target, (h, m, None)).loss, (0, 1))(
+                hidden, matrix
+            )
+        )
+    *_, (d_hidden, d_matrix) = gradients
+    for d_hidden_in_chunks, d_matrix_in_chunks in gradients[:-1]:
+        np.testing.assert_array_equal(d_hidden_in_chunks, d_hidden)
+        error = np.abs(np.asarray(d_matrix_in_chunks) - np.asarray(d_matrix)).max()
+        assert error < 1e-5 * np.abs(np.asarray(d_matrix)).max()
+
+
 @pytest.mark.parametrize(("vocab_size", "r_drop"), [(499, 0.0), (504, 2.0)])
 def test_bfloat16_logits(vocab_size: int, r_drop: float, backend: str) -> None:
     """Only the logits are rounded: sums and gradients equal those of a plain loss on rounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
@@ -17,10 +18,51 @@ if TYPE_CHECKING:
 
 
 def num_cores() -> int:
-    """Return the number of CPU cores available to this process."""
-    if hasattr(os, "sched_getaffinity"):  # Linux only
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of CPU cores available to this process.
+
+    A container's CPU quota counts, rounded up: with 1.5 CPUs, two threads run 1.5 times as fast as
+    one.
+    """
+    if not hasattr(os, "sched_getaffinity"):  # Linux only
+        return os.cpu_count() or 1
+    return math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota()))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """Return the number of CPUs that the control groups of this process may use (Linux).
+
+    Each group and each of its parents can have a quota. Infinity if none has one.
+    """
+    quota = math.inf
+    for group in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = group.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder = root / "sys/fs/cgroup" / controllers / path.lstrip("/")
+        mount = root / "sys/fs/cgroup" / controllers
+        for place in (folder, *folder.parents):
+            quota = min(quota, _quota_of(place))
+            if place == mount:
+                break
+    return quota
+
+
+def _quota_of(group: Path) -> float:
+    """Return the quota of one control group, of version 2 or 1; infinity if it has none."""
+    words = _read(group / "cpu.max").split()
+    if not words:
+        words = _read(group / "cpu.cfs_quota_us").split()
+        words += _read(group / "cpu.cfs_period_us").split()
+    if len(words) != 2 or not all(word.isdecimal() for word in words):  # max, -1
+        return math.inf
+    microseconds, period = map(int, words)
+    return microseconds / period if microseconds and period else math.inf
+
+
+def _read(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text()
+    return ""
 
 
 @lru_cache

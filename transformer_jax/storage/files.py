@@ -35,6 +35,8 @@ MANIFEST = "manifest.json"
 MODEL = "model"
 """Name of the finished model's folder in a work directory."""
 
+_BLOCK_BYTES = 1 << 22  # read at a time
+
 _PATIENCE_SECONDS = 600.0  # an object store can be down for minutes
 _PAUSE_SECONDS = 5.0
 
@@ -212,9 +214,9 @@ def parse_object(text: str | bytes, name: str, /, **fields: Any) -> dict[str, An
     for field, kind in fields.items():
         value = content.get(field)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            found = short_repr(value) if field in content else "missing"
+            actual = short_repr(value) if field in content else "missing"
             expected = _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
-            raise UserError(f"{name}: {field} is {found}; expected {expected}.")
+            raise UserError(f"{name}: {field} is {actual}; expected {expected}.")
     return content
 
 
@@ -223,7 +225,7 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as file, _replacing(target) as copy:
-        shutil.copyfileobj(file, copy, 1 << 22)
+        shutil.copyfileobj(file, copy, _BLOCK_BYTES)
 
 
 def copy_folder(source: AnyPath, target: AnyPath, skipped: tuple[str, ...] = ()) -> None:
@@ -249,12 +251,14 @@ def files_in(folder: AnyPath) -> list[str]:
 
 def checksums(folder: AnyPath, names: Iterable[str]) -> dict[str, int]:
     """Return the CRC-32 of each of these files in a folder."""
-    found = dict.fromkeys(names, 0)
-    for name in found:
+    values = {}
+    for name in names:
+        value = 0
         with (folder / name).open("rb") as file:
-            while block := file.read(1 << 22):
-                found[name] = zlib.crc32(block, found[name])
-    return found
+            while block := file.read(_BLOCK_BYTES):
+                value = zlib.crc32(block, value)
+        values[name] = value
+    return values
 
 
 def remove_folder(folder: AnyPath) -> None:

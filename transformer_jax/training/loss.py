@@ -148,6 +148,8 @@ def _backward(_: _Settings, of_loss: _Inputs, cotangent: LossSums) -> tuple[None
             "nll has no gradient; use the gradient of loss, with label_smoothing 0 and no other "
             "terms."
         )
+    if isinstance(cotangent.loss, SymbolicZero):  # only counts are used
+        return None, jax.tree.map(jnp.zeros_like, of_loss)
     return None, jax.tree.map(lambda g: g * cotangent.loss.astype(g.dtype), of_loss)
 
 
