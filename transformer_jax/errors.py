@@ -38,7 +38,7 @@ class LossyStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError: it has been closed
             self._stream.write(text)
             self._stream.flush()
 

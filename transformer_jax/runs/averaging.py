@@ -111,7 +111,7 @@ def _candidates(
         config = config_of(checkpoints / checkpoint_name(step))
         return step % config.training.checkpoint_every == 0
 
-    scheduled = list(filter(is_scheduled, steps))
-    most = training.keep_checkpoints if training.average == "auto" else training.average
+    scheduled = [step for step in steps if is_scheduled(step)]
+    limit = training.keep_checkpoints if training.average == "auto" else training.average
     ends = [step for step in steps if step in (steps[0], best_step)]
-    return scheduled, [[end, *(step for step in scheduled if step < end)][:most] for end in ends]
+    return scheduled, [[end, *(step for step in scheduled if step < end)][:limit] for end in ends]

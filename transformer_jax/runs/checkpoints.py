@@ -198,9 +198,9 @@ class Checkpoints:
     def _delete_old(self, best_step: int | None) -> None:
         self._owner.check_token()
         steps = self.steps()[::-1]
-        kept = averaging.kept(self.folder, steps, best_step, self._owner.config.training)
+        steps_to_keep = averaging.kept(self.folder, steps, best_step, self._owner.config.training)
         for step in steps:
-            if step not in kept:
+            if step not in steps_to_keep:
                 delete_complete(self.path(step))
         model = self._owner.folder / MODEL
         if is_model(model):  # of a finished run, which now continues
@@ -228,6 +228,7 @@ def _try(work: Callable[[], None]) -> None:
 
 def _parts(state: Any) -> dict[str, Any]:
     """Return the parts of the state that Orbax saves."""
-    rest = dict(vars(state))
-    parts = {"parameters": rest.pop("parameters"), "ema": rest.pop("ema"), "rest": rest}
-    return {name: part for name, part in parts.items() if part is not None}
+    counters = dict(vars(state))  # and the optimizer's state
+    parts = {"parameters": counters.pop("parameters"), "rest": counters}
+    ema = counters.pop("ema")
+    return parts if ema is None else parts | {"ema": ema}

@@ -100,8 +100,8 @@ def mirror_folder(
 
     Its manifest is copied last. Calls ``check`` before it deletes or completes ``target``.
     """
-    same = read_manifest(source) == read_manifest(target)
-    if same and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
+    is_copied = read_manifest(source) == read_manifest(target)
+    if is_copied and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
         return
     check()
     delete_complete(target)

@@ -123,7 +123,8 @@ def local_copy(workdir: str | Path) -> Path:
     if not is_url(str(workdir)):
         return existing_folder(workdir)
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
-    folder, store = cached_folder(url, "read"), remote_path(url)
+    folder = cached_folder(url, "read")
+    store = remote_path(url)
     # Readers of the same URL on this machine share the folder and take turns.
     with locked(folder.with_suffix(".lock")):
         if kind_of(store / "config.json") != "file":
@@ -137,7 +138,7 @@ def local_copy(workdir: str | Path) -> Path:
         else:
             mirror_files(store, folder, model=not step)
         if step or not (is_model or (folder / MODEL).exists()):
-            there, here = store / "checkpoints", folder / "checkpoints"
-            steps = [int(step)] if step.isdigit() else complete_steps(there)[-1:]
-            mirror_checkpoints(there, here, steps)
+            checkpoints = store / "checkpoints"
+            steps = [int(step)] if step.isdigit() else complete_steps(checkpoints)[-1:]
+            mirror_checkpoints(checkpoints, folder / "checkpoints", steps)
     return folder / "checkpoints" / step if step else folder

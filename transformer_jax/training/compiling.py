@@ -34,9 +34,12 @@ class CompileAhead:
     """Compilation of a run's training step for each batch shape (B, S, T). Starts immediately."""
 
     def __init__(self, run: Prepared):
-        mesh, device = run.mesh, run.mesh.local_devices[0]
-        self._functions, self._plan = run.functions, run.plan
-        self._rows, self._memory = batch_sharding(mesh), memory_limit(device)
+        mesh = run.mesh
+        device = mesh.local_devices[0]
+        self._functions = run.functions
+        self._plan = run.plan
+        self._rows = batch_sharding(mesh)
+        self._memory = memory_limit(device)
         self._on_gpu = device.platform == "gpu"
         # Autotuning waits for an idle GPU, and a step's collectives wait for other GPUs and
         # processes. Running both at the same time could deadlock.
@@ -58,7 +61,7 @@ class CompileAhead:
         any compiled shape, or ``UserError`` if a shape does not fit into memory.
         """
         self.before_collectives(show)
-        done = [each for each in self._steps.values() if each.done()]
+        done = [step for step in self._steps.values() if step.done()]
         self._wait([*done, self._steps[shape]], show)
         return self._steps[shape].result()
 
@@ -74,11 +77,11 @@ class CompileAhead:
                 self._wait(list(self._steps.values()), show)
 
     def _wait(self, needed: list[Future[Any]], show: Callable[[str], None]) -> None:
-        for each in needed:
-            if not each.done():
+        for future in needed:
+            if not future.done():
                 done = sum(step.done() for step in self._steps.values())
                 show(f"compiling shape {done + 1} of {len(self._steps)}")
-            each.result()
+            future.result()
 
     def close(self) -> None:
         """Cancel pending compilations.
@@ -91,7 +94,8 @@ class CompileAhead:
 
     def _compile(self, shape: tuple[int, int, int]) -> Any:
         name = "training step of {} rows of {} + {} tokens".format(*shape)
-        train_step, state = self._functions.train_step, self._functions.abstract_state
+        train_step = self._functions.train_step
+        state = self._functions.abstract_state
         try:
             with self._tracing:
                 plan = self._plan

@@ -43,11 +43,16 @@ class TwoPasses(NamedTuple):
     alpha: float
 
     @property
-    def weights(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Weights of the two cross-entropies, and of KL(p, q) and KL(q, p)."""
+    def cross_entropy_weights(self) -> tuple[float, float]:
+        """Weights of the cross-entropies of p and q."""
+        return (1, 1) if self.method == "r_drop" else (2, 0)
+
+    @property
+    def divergence_weights(self) -> tuple[float, float]:
+        """Weights of KL(p, q) and KL(q, p)."""
         if self.method == "r_drop":
-            return (1, 1), (self.alpha / 2, self.alpha / 2)
-        return (2, 0), (2 * self.alpha, 0)
+            return (self.alpha / 2, self.alpha / 2)
+        return (2 * self.alpha, 0)
 
 
 MAX_LOGITS: int | None = None
@@ -172,14 +177,15 @@ def _sums_and_gradients(
         by_weights = jax.tree.map(lambda x: x[None], by_weights)
         return jax.lax.psum(sums, BATCH_AXES), (d_hidden_BTD, *by_weights)
 
-    rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
     axis = "tensor" if settings.vocab_shards > 1 else None
-    vocab, by_vocab = PartitionSpec(axis), PartitionSpec(BATCH_AXES, axis)
+    rows = PartitionSpec(BATCH_AXES)
+    vocab = PartitionSpec(axis)
+    by_vocab = PartitionSpec(BATCH_AXES, axis)
     sums, (d_hidden_BTD, *by_weights) = jax.shard_map(
         on_each_device,
         mesh=settings.mesh,
         in_specs=(rows, (rows, vocab, vocab)),
-        out_specs=(everywhere, (rows, by_vocab, by_vocab)),
+        out_specs=(PartitionSpec(), (rows, by_vocab, by_vocab)),
         check_vma=False,
     )(target_BT, inputs)
     # XLA sums over devices, so it can first add each device's other gradients of a tied matrix.
@@ -201,12 +207,13 @@ def _on_device(settings: _Settings, target_BT: Array, inputs: _Inputs) -> tuple[
     bias_mean = None if bias_V is None else settings.over_vocab(jax.lax.pmean, bias_V.mean())
 
     def in_chunks(x: Array, padding: int) -> Array:
-        rest = x.shape[2:]
-        by_pass = x.reshape(-1, passes, time, *rest).swapaxes(0, 1).reshape(passes, count, *rest)
-        widths = [(0, 0), (0, -count % length)] + [(0, 0)] * len(rest)
-        padded = jnp.pad(by_pass, widths, constant_values=padding)
-        chunks = padded.reshape(passes, -1, length, *rest).swapaxes(0, 1)
-        return chunks.reshape(-1, passes * length, *rest)
+        width = x.shape[2:]  # () or (D,)
+        by_pass = x.reshape(-1, passes, time, *width).swapaxes(0, 1)
+        by_pass = by_pass.reshape(passes, count, *width)
+        pads = [(0, 0), (0, -count % length)] + [(0, 0)] * len(width)
+        padded = jnp.pad(by_pass, pads, constant_values=padding)
+        chunks = padded.reshape(passes, -1, length, *width).swapaxes(0, 1)
+        return chunks.reshape(-1, passes * length, *width)
 
     def one_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
@@ -215,9 +222,10 @@ def _on_device(settings: _Settings, target_BT: Array, inputs: _Inputs) -> tuple[
         # not a matmul, because GPUs can round float32 matmuls
         mean_L = (hidden_LD * mean_D[None]).sum(axis=-1)
         if bias_V is not None:
-            logits_LV, mean_L = logits_LV + bias_V[None], mean_L + bias_mean
-        new, d_logits_LV = _from_logits(settings, logits_LV, mean_L, target_L)
-        sums = jax.tree.map(jnp.add, sums, new)
+            logits_LV = logits_LV + bias_V[None]
+            mean_L = mean_L + bias_mean
+        chunk_sums, d_logits_LV = _from_logits(settings, logits_LV, mean_L, target_L)
+        sums = jax.tree.map(jnp.add, sums, chunk_sums)
         if d_bias_V is not None:
             d_bias_V += d_logits_LV.sum(axis=0)
         d_logits_LV = d_logits_LV.astype(hidden_LD.dtype)
@@ -251,16 +259,17 @@ def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: i
         return -(-logits // max(2**20, vocab_size * d_model))
     # Bytes per chunk: an eighth of all float32 logits, within limits. With two passes, the gradient
     # does not overwrite the logits.
-    most = min(2**30, max(2**28, logits // 2))
-    held = logits * settings.logits_dtype.itemsize * (2 if settings.passes else 1)
-    return 2 ** (-(-held // most) - 1).bit_length()  # divides rows, a multiple of 8
+    chunk_bytes = min(2**30, max(2**28, logits // 2))
+    all_bytes = logits * settings.logits_dtype.itemsize * (2 if settings.passes else 1)
+    return 2 ** (-(-all_bytes // chunk_bytes) - 1).bit_length()  # divides rows, a multiple of 8
 
 
 def _from_logits(
     settings: _Settings, logits_LV: Array, mean_L: Array, target_L: Array
 ) -> tuple[LossSums, Array]:
     """Compute the loss sums of a chunk, and the gradient of ``loss`` with respect to its logits."""
-    epsilon, shard_size = settings.label_smoothing, logits_LV.shape[-1]
+    epsilon = settings.label_smoothing
+    shard_size = logits_LV.shape[-1]
     vocab_size = shard_size * settings.vocab_shards
     # The loss of an id outside the vocabulary is NaN; indices below 0 would count from the end.
     target_L = jnp.where(target_L < 0, jnp.int32(vocab_size), target_L)
@@ -284,7 +293,7 @@ def _from_logits(
         # of the logits.
         log_probs_LV = logits_LV - jax.lax.optimization_barrier(log_total_L)[:, None]
         kl_L, d_kl_LV = _divergence(settings, log_probs_LV, probs_LV)
-        weight_L = jnp.repeat(jnp.array(settings.passes.weights[0]), len(kl_L) // 2)
+        weight_L = jnp.repeat(jnp.array(settings.passes.cross_entropy_weights), len(kl_L) // 2)
         loss_L = weight_L * loss_L + kl_L
         d_logits_LV = weight_L[:, None] * d_logits_LV + d_kl_LV
         counted_L = weight_L * real_L
@@ -317,7 +326,8 @@ def _max_and_sum_of_exp(x_LV: Array) -> tuple[Array, Array]:
     """Return the maximum m and the sum of exp(x - m) of each row, in one pass over ``x_LV``."""
 
     def join(a: _MaxAndSum, b: _MaxAndSum) -> _MaxAndSum:
-        (a_max, a_sum), (b_max, b_sum) = a, b
+        a_max, a_sum = a
+        b_max, b_sum = b
         factor = jnp.exp(-jnp.abs(a_max - b_max))
         total = jnp.where(a_max > b_max, a_sum + factor * b_sum, factor * a_sum + b_sum)
         return jnp.maximum(a_max, b_max), total
@@ -340,7 +350,7 @@ def _divergence(settings: _Settings, log_probs_LV: Array, probs_LV: Array) -> tu
     KL(q, p).
     """
     assert settings.passes is not None
-    weights_P11 = jnp.array(settings.passes.weights[1])[:, None, None]
+    weights_P11 = jnp.array(settings.passes.divergence_weights)[:, None, None]
     log_probs_PLV = log_probs_LV.reshape(2, -1, log_probs_LV.shape[-1])
     probs_PLV = probs_LV.reshape(log_probs_PLV.shape)
     ratio_PLV = log_probs_PLV - log_probs_PLV[::-1]

@@ -124,7 +124,8 @@ def training_flops(config: Config, B: int, S: int, T: int) -> float:
     frozen parameters count, although they are not computed.
     """
     model = config.model
-    D, h = model.d_model, model.num_heads * (model.head_width_k + model.head_width_v)
+    D = model.d_model
+    h = model.num_heads * (model.head_width_k + model.head_width_v)
     F = (3 if model.is_gated else 2) * D * model.d_ff
     encoder = model.num_layers * S * (h * (2 * D + S) + F)
     decoder = model.decoder_layers * (S * D * h + T * (h * (3 * D + S + T) + F))

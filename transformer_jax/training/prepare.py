@@ -282,7 +282,8 @@ def _checksum(parameters: Any) -> int:
 
 
 def _warn_without_effect(config: Config, *, aligned: bool) -> None:
-    model, training = config.model, config.training
+    model = config.model
+    training = config.training
     has_dropout = model.dropout or model.attention_dropout or model.feed_forward_dropout
     for name, is_idle, reason in (
         (

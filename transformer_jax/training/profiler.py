@@ -1,4 +1,4 @@
-"""Profile of the training steps in ``training.profile``."""
+"""Traces of the training steps in ``training.profile``, for xprof and TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class Profiler:
     """
 
     def __init__(self, run: Prepared):
-        profile, step = run.config.training.profile, int(run.state.step)
+        profile = run.config.training.profile
+        step = int(run.state.step)
         start, self._stop = map(int, (profile or "0:0").split(":"))
-        self._start, self._trace = max(start, step), ExitStack()
+        self._start = max(start, step)
+        self._trace = ExitStack()
         self._folder = run.workdir.path("profile") / f"process_{jax.process_index()}"
         if profile and min(self._stop, run.config.training.steps) <= step:
             log.warning(

@@ -127,7 +127,8 @@ class _Board:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._new_event, self._writer = Event, EventsWriter(str(folder / "events"))
+        self._new_event = Event
+        self._writer = EventsWriter(str(folder / "events"))
         start = SessionLog(status=SessionLog.START)
         self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
 
@@ -147,15 +148,19 @@ def _truncate(path: Path, last_step: int) -> None:
     """Drop entries written after a step was saved, including the evaluation of that step."""
     if not path.exists():
         return
-    kept, unreadable = [], 0
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    entries = []
+    unreadable = 0
+    # The last line is empty, or was cut when the process was killed.
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for line in lines:
         try:
             entry = parse_object(line, str(path), step=int, kind=str)
-            if (entry["step"], entry["kind"] == "dev") <= (last_step, False):
-                kept.append(line + "\n")
         except UserError:
-            unreadable += line is not lines[-1]  # truncated when the process was killed
+            unreadable += 1
+            continue
+        step = entry["step"]
+        if step < last_step or (step == last_step and entry["kind"] != "dev"):
+            entries.append(line + "\n")
     if unreadable:
         log.warning("Dropped %d unreadable lines of %s.", unreadable, path)
-    write_atomically(path, "".join(kept))
+    write_atomically(path, "".join(entries))

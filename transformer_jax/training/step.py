@@ -109,7 +109,8 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 
     Runs in one process share compiled functions if their ``StepConfig`` and mesh are equal.
     """
-    training, optimizer = config.training, config.optimizer
+    training = config.training
+    optimizer = config.optimizer
     steps = training.steps if optimizer.decays_to_end else 0
     passes = None
     if training.r_drop:
@@ -138,7 +139,8 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     seed = np.uint32(0)
     shardings = state_shardings(jax.eval_shape(initial, seed), mesh)
     init = jax.jit(initial, out_shardings=shardings, donate_argnums=1)
-    rows, everywhere = batch_sharding(mesh), replicated(mesh)
+    rows = batch_sharding(mesh)
+    everywhere = replicated(mesh)
 
     def eval_step(parameters: Parameters, batch: Batch) -> LossSums:
         parameters = all_gathered(parameters, mesh, compute_dtype(config.model))
