@@ -193,6 +193,23 @@ def test_missing_configs_and_corrupt_files_are_errors(run, name, content, messag
     assert re.search(message, capsys.readouterr().err) and not file.exists()
 
 
+@pytest.mark.parametrize("name", ["summary.json", "config.json", "metrics.jsonl"])
+def test_a_lone_surrogate_in_a_file_is_shown_as_a_question_mark(report, run, name):
+    """JSON can hold one, for example from a file name that is not UTF-8."""
+    file = run / name
+    *lines, last = file.read_text().rstrip("\n").split("\n")
+    content = json.loads(file.read_text()) if name.endswith(".json") else json.loads(last)
+    if name == "config.json":
+        content["data"]["root"] = "folder \udce9"
+    else:
+        content["note"] = "folder \udce9"
+    kept = "".join(f"{line}\n" for line in lines) if name.endswith(".jsonl") else ""
+    file.write_text(kept + json.dumps(content) + "\n")
+    page = report(run)
+    assert not problems(page) and "\udce9" not in page
+    assert name == "metrics.jsonl" or "folder ?" in page
+
+
 def test_an_incomplete_line_is_ignored(report, run):
     """A run may be writing it."""
     metrics = run / "metrics.jsonl"
