@@ -79,7 +79,7 @@ def test_the_last_step_of_a_decay_changes_only_with_a_flag(decay: str) -> None:
 
 def test_fine_tuning_may_change_languages_but_not_the_architecture() -> None:
     old = Config()
-    tokenizer = TokenizerConfig(source_language="en", sampling=0.1)
+    tokenizer = TokenizerConfig(source_language="en", bpe_dropout=0.1)
     new = replace(old, tokenizer=tokenizer, model=replace(old.model, dropout=0.3), seed=1)
     assert differences_in_fine_tuning(old, new) == []
     new = replace(new, model=replace(old.model, num_layers=3), tokenizer=TokenizerConfig(500))
