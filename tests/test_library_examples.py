@@ -55,7 +55,7 @@ BLOCKS = [
     block
     for name in (
         *("README.md", "docs/library.md", "docs/python.md", "docs/serving.md"),
-        *("docs/parsing.md", "docs/export.md"),
+        *("docs/parsing.md", "docs/export.md", "docs/own_models.md"),
         *("docs/tutorials/from_flax_wmt.md", "docs/tutorials/one_module.md"),
     )
     for block in blocks(name)

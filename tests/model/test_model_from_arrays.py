@@ -1,4 +1,4 @@
-"""Models from arrays by name, and the table of names in docs/library.md."""
+"""Models from arrays by name, and the table of names in docs/own_models.md."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformer_jax import (
     parameter_shapes,
 )
 
-LIBRARY = Path(__file__).resolve().parents[2] / "docs" / "library.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "own_models.md"
 SMALL = {"vocab_size": 20, "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1}
 CONFIG = ModelConfig(**SMALL, dtype="float32")
 SIZES = {"V": 20, "D": 16, "F": 32, "H": 2, "K": 8, "L": 1024, "R": 32}
@@ -72,7 +72,7 @@ def test_wrong_arrays_are_named(change, message) -> None:
 
 
 def test_the_documented_table_has_every_parameter_with_its_axes() -> None:
-    section = LIBRARY.read_text().split("### Parameter names")[1].split("\n#")[0]
+    section = PAGE.read_text().split("## Parameter names")[1].split("\n#")[0]
     documented = {}
     for names, axes in re.findall(r"^\| (`[^|]+`) \| `\[([^\]]+)\]` \|", section, re.M):
         for name in re.findall(r"`([^`]+)`", names):

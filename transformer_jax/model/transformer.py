@@ -348,7 +348,7 @@ def abstract_model(config: ModelConfig) -> AbstractModel:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter by name, such as ``decoder.layers.0.feed_forward.inner.
-    kernel``. docs/library.md lists names and axes.
+    kernel``. docs/own_models.md lists names and axes.
     """
     leaves, _ = jax.tree.flatten_with_path(abstract_model(config).parameters)
     return {parameter_name(path): leaf.shape for path, leaf in leaves}
