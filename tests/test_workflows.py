@@ -1,5 +1,6 @@
 """GitHub workflows: valid schema, pinned actions, minimal permissions, existing commands."""
 
+import ast
 import re
 import subprocess
 import sysconfig
@@ -46,6 +47,15 @@ def test_named_test_files_exist() -> None:
     names += [f"tests/{name}.py" for name in slow]
     assert len(slow) > 10 and len(names) > len(slow) + 10
     assert not [name for name in names if not (ROOT / name).exists()]
+
+
+def test_every_file_has_a_test_in_make_test() -> None:
+    """Not all of its tests are marked as exhaustive."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        functions = [x for x in ast.parse(path.read_text()).body if hasattr(x, "decorator_list")]
+        tests = [x for x in functions if x.name.startswith("test_")]
+        marks = [{ast.unparse(mark) for mark in test.decorator_list} for test in tests]
+        assert any("pytest.mark.exhaustive" not in of_test for of_test in marks), path
 
 
 def test_the_version_is_the_same_everywhere() -> None:
