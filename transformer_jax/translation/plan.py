@@ -282,7 +282,9 @@ class Planner:
         if not is_document:
             pieces = divide(text, language=parts.language) if divided else undivided(text)
             return Plan(request, [parts.line(pieces)])
-        document = Document(text, request.format, self.tokenizer, protect=protect)
+        document = Document(
+            text, request.format, self.tokenizer, protect=protect, name=request.name
+        )
         lines = list[Line]()
         for line in document.lines:
             pieces = undivided(line.text)

@@ -1,0 +1,339 @@
+"""Puts the tags of a line around the words of its translation, by alignment."""
+
+from __future__ import annotations
+
+import html
+import logging
+import re
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from transformer_jax.errors import short_repr
+from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.tokenization.words import token_words
+from transformer_jax.translation.alignment import Alignment
+from transformer_jax.translation.documents.line import UNIT, Line, Mark, Piece, Unit
+from transformer_jax.translation.documents.placeholders import (
+    PLACEHOLDERS,
+    copies_pattern,
+    find_spans,
+)
+from transformer_jax.translation.requests import Translation
+
+logger = logging.getLogger(__name__)
+
+# Strength of the link of a placeholder to its copy.
+_COPIED = 1e3
+_NEVER = -1e9
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+class Target:
+    """The translation of a line: units, each with a link to the source unit that it attends to.
+
+    Attributes:
+      units: words and placeholders.
+      spaces: white space before each unit, and "" at the end.
+      links_T: index of the source unit of each unit; -1: none.
+      strengths_T: how strong each link is.
+      dropped: source units of placeholders that the translation lacks.
+    """
+
+    def __init__(
+        self, line: Line, translation: Translation, tokenizer: Tokenizer, protect: Sequence[str]
+    ):
+        self.dropped = list[int]()
+        self._line = line
+        text = translation.text.strip()
+        self.units = [Unit(word[0], *word.span()) for word in UNIT.finditer(text)]
+        self.is_unchanged = text.split() == line.text.split()
+        if self.is_unchanged:
+            self.units = line.units
+            self.spaces = [gap.space for gap in line.gaps]
+            self.links_T = np.arange(len(line.units))
+            self.strengths_T = np.ones(len(line.units))
+            return
+        self._find_placeholders(text, protect)
+        ends = [0, *(unit.end for unit in self.units)]
+        self.spaces = [text[end : unit.start] for end, unit in zip(ends, self.units)]
+        self.spaces.append("")
+        self._link(translation.alignment, tokenizer)
+        self._copy_placeholders()
+
+    def _find_placeholders(self, text: str, protect: Sequence[str]) -> None:
+        """Divide the text into units, so that placeholders are whole."""
+        originals = [self._line.units[index].text for index in self._line.placeholders]
+        patterns = [pattern for pattern in protect if pattern in PLACEHOLDERS]
+        copies = copies_pattern(originals, self._line.text)
+        units = list[Unit]()
+        position = 0
+        for copy in copies.finditer(text):
+            units += _divided(text, position, copy.start(), patterns)
+            units.append(Unit(copy[0], *copy.span(), is_placeholder=True))
+            position = copy.end()
+        self.units = units + _divided(text, position, len(text), patterns)
+
+    def _link(self, alignment: Alignment | None, tokenizer: Tokenizer) -> None:
+        """Link each unit to the source unit with the strongest attention of its tokens or, without
+        an alignment, to the one at its relative position.
+        """
+        sources = [unit.text for unit in self._line.units]
+        targets = [unit.text for unit in self.units]
+        self.strengths_T = np.ones(len(targets))
+        if alignment is None or not targets:
+            self.links_T = _relative_links(sources, targets)
+            return
+        row_units = np.array(token_words(tokenizer.target, alignment.target[:-1], targets), int)
+        column_units = np.array(token_words(tokenizer.source, alignment.source[:-1], sources), int)
+        row_units[np.array(alignment.target[:-1]) == "</s>"] = -1
+        weights = np.where(column_units >= 0, alignment.weights_TS[:-1, :-1], -1)
+        if not weights.size:
+            return
+        best = weights.argmax(1)
+        strengths = weights[np.arange(len(weights)), best]
+        self.links_T = np.full(len(targets), -1)
+        self.strengths_T = np.zeros(len(targets))
+        for row in np.argsort(strengths, kind="stable"):  # the strongest of a unit is the last
+            if row_units[row] >= 0:
+                self.links_T[row_units[row]] = column_units[best[row]]
+                self.strengths_T[row_units[row]] = strengths[row]
+
+    def _copy_placeholders(self) -> None:
+        """Link placeholders to their copies. What the model has written in place of a missing one
+        is replaced, and what the source does not have is left out.
+        """
+        waiting: dict[str, deque[int]] = {}
+        for index in self._line.placeholders:
+            waiting.setdefault(self._line.units[index].text, deque()).append(index)
+        unknown = list[int]()
+        for place, unit in enumerate(self.units):
+            if unit.is_placeholder and waiting.get(unit.text):
+                self._copy(place, waiting[unit.text].popleft())
+            elif unit.is_placeholder:
+                unknown.append(place)
+        self.dropped = sorted(index for indices in waiting.values() for index in indices)
+        for place in unknown[: len(self.dropped)]:
+            index = self.dropped.pop(0)
+            original = self._line.units[index].text
+            message = "The model wrote %s in place of %s, which replaces it."
+            logger.warning(message, short_repr(self.units[place].text), short_repr(original))
+            self._copy(place, index)
+        surplus = [place for place in unknown if self.strengths_T[place] < _COPIED]
+        for place in surplus:
+            message = "The model added %s, which is left out."
+            logger.warning(message, short_repr(self.units[place].text))
+        self._remove(surplus)
+        for index in self.dropped:
+            message = "The model dropped %s; it is put back next to the aligned word."
+            logger.warning(message, short_repr(self._line.units[index].text))
+
+    def _copy(self, place: int, index: int) -> None:
+        self.links_T[place] = index
+        self.strengths_T[place] = _COPIED
+
+    def _remove(self, places: Sequence[int]) -> None:
+        for place in reversed(places):
+            del self.units[place]
+            space = self.spaces.pop(place)
+            self.spaces[place] = self.spaces[place] or space
+        if places:
+            self.spaces[0] = ""
+            self.spaces[-1] = ""
+            self.links_T = np.delete(self.links_T, places)
+            self.strengths_T = np.delete(self.strengths_T, places)
+
+
+def _divided(text: str, start: int, end: int, patterns: Sequence[str]) -> list[Unit]:
+    """Divide a part of a text into words and what looks like a placeholder."""
+    part = text[start:end]
+    units = list[Unit]()
+    position = 0
+    for span in [*find_spans(part, patterns), (len(part), len(part))]:
+        for word in UNIT.finditer(part, position, span[0]):
+            units.append(Unit(word[0], start + word.start(), start + word.end()))
+        if span[1] > span[0]:
+            place = slice(*span)
+            units.append(Unit(part[place], start + span[0], start + span[1], is_placeholder=True))
+        position = span[1]
+    return units
+
+
+def _relative_links(sources: Sequence[str], targets: Sequence[str]) -> np.ndarray:
+    """Link each target to the source at its relative position in characters."""
+    ends_S = np.cumsum([len(source) for source in sources])
+    lengths_T = np.array([len(target) for target in targets], int)
+    middles_T = np.cumsum(lengths_T) - lengths_T / 2
+    return np.searchsorted(ends_S, middles_T * ends_S[-1] / max(1, lengths_T.sum()))
+
+
+class TargetWriter:
+    """Writes the translation of a line with its marks."""
+
+    def __init__(self, line: Line, target: Target, is_html: bool):
+        self._line = line
+        self._target = target
+        self._is_html = is_html
+        self._owners_T = np.zeros(len(target.units), int)
+        self._numbers: dict[Mark, int] = {line.root: 0}
+        self._children: dict[Mark, list[Mark]] = {line.root: []}
+        line.root.target_start = 0
+        line.root.target_end = len(target.units)
+
+    def write(self) -> str:
+        """Return the translation, spelled as the document spells it where it is the same."""
+        marks = [mark for mark in self._line.marks if isinstance(mark, Mark)]
+        marks += [self._put_back(index) for index in self._target.dropped]
+        for mark in marks:
+            assert mark.parent
+            self._numbers[mark] = len(self._numbers)
+            self._children[mark] = []
+            self._children[mark.parent].append(mark)
+            if mark.is_element:
+                self._place_element(mark)
+            else:
+                mark.target_start = self._gap_after_previous(mark)
+                mark.target_end = mark.target_start
+        gaps = self._pieces()
+        parts = list[str]()
+        for index, pieces in enumerate(gaps):
+            parts.append(self._gap(index, pieces))
+            if index < len(self._target.units):
+                parts.append(self._unit(index))
+        return "".join(parts)
+
+    def _put_back(self, index: int) -> Mark:
+        """Return an atom in place of a placeholder that the translation lacks."""
+        unit = self._line.units[index]
+        parent = self._line.root
+        for mark in self._line.marks:
+            if isinstance(mark, Mark) and mark.is_element and mark.first <= index < mark.last:
+                parent = mark
+        piece = Piece("atom", unit.start, unit.end)
+        piece.space_before = bool(self._line.gaps[index].space)
+        piece.space_after = bool(self._line.gaps[index + 1].space)
+        return Mark(False, parent, index, opening=piece)
+
+    def _place_element(self, mark: Mark) -> None:
+        """Give an element the units of its parent that link to its words rather than to others."""
+        assert mark.parent
+        start = mark.parent.target_start
+        end = mark.parent.target_end
+        links_T = self._target.links_T[start:end]
+        strengths_T = self._target.strengths_T[start:end]
+        free_T = self._owners_T[start:end] == self._numbers[mark.parent]
+        if free_T.any():
+            is_inside_T = (links_T >= mark.first) & (links_T < mark.last)
+            scores_T = np.where(is_inside_T, strengths_T, -strengths_T)
+            sums_T = np.cumsum(np.where(free_T, scores_T, _NEVER))
+            before_T = np.concatenate([[0], sums_T[:-1]])
+            gains_T = sums_T - np.minimum.accumulate(before_T)
+            last = int(gains_T.argmax())
+            first = int(before_T[: last + 1].argmin())
+            if gains_T[last] <= 0:  # no unit links to it; it takes one
+                free = np.flatnonzero(free_T)
+                wanted = int(np.searchsorted(free, self._gap_after_previous(mark) - start))
+                first = int(free[min(wanted, len(free) - 1)])
+                last = first
+            mark.target_start = start + first
+            mark.target_end = start + last + 1
+            self._owners_T[mark.target_start : mark.target_end] = self._numbers[mark]
+        else:
+            mark.target_start = self._gap_after_previous(mark)
+            mark.target_end = mark.target_start
+
+    def _gap_after_previous(self, mark: Mark) -> int:
+        """Return the gap after the unit that links to the last linked word before a mark."""
+        assert mark.parent
+        start = mark.parent.target_start
+        end = mark.parent.target_end
+        links_T = self._target.links_T[start:end]
+        is_before_T = (links_T >= mark.parent.first) & (links_T < mark.first)
+        if not is_before_T.any():
+            return start
+        previous = links_T[is_before_T].max()
+        place = int(np.where(links_T == previous, self._target.strengths_T[start:end], -1).argmax())
+        while place + 1 < len(links_T) and links_T[place + 1] == previous:
+            place += 1
+        return start + place + 1
+
+    def _pieces(self) -> list[list[Piece]]:
+        """Return the pieces in each gap of the translation, in order."""
+        gaps: list[list[Piece]] = [[] for _ in range(len(self._target.units) + 1)]
+        cursor = 0
+        waiting: list[Mark | Piece] = [self._line.root]
+        ends: dict[Piece, int] = {}
+        while waiting:
+            mark = waiting.pop()
+            if isinstance(mark, Piece):
+                cursor = max(cursor, ends[mark])
+                gaps[cursor].append(mark)
+                continue
+            cursor = max(cursor, mark.target_start)
+            if mark.opening:
+                gaps[cursor].append(mark.opening)
+            if mark.closing:
+                ends[mark.closing] = mark.target_end
+                waiting.append(mark.closing)
+            children = sorted(
+                self._children[mark], key=lambda child: (child.target_start, child.target_end)
+            )
+            waiting += reversed(children)
+        return gaps
+
+    def _unit(self, index: int) -> str:
+        """Return a unit of the translation: as the document spells it if it is the same."""
+        unit = self._target.units[index]
+        link = self._target.links_T[index]
+        if link >= 0:
+            original = self._line.units[link]
+            spelled = self._line.source[original.start : original.end]
+            is_copy = original.is_placeholder and self._target.strengths_T[index] == _COPIED
+            if self._target.is_unchanged or is_copy:
+                return spelled
+            is_safe = spelled not in ("&", "<", ">") and not re.search("&[^;]*$", spelled)
+            if unit.text == original.text and is_safe:
+                return spelled
+        return self._escaped(unit.text)
+
+    def _escaped(self, text: str) -> str:
+        escaped = html.escape(text, quote=False)
+        return escaped if self._is_html else _NOT_XML.sub("", escaped)
+
+    def _gap(self, index: int, pieces: Sequence[Piece]) -> str:
+        """Return the pieces of a gap with white space. A gap between the words that it separates in
+        the document is copied.
+        """
+        links_T = self._target.links_T
+        is_last = index == len(links_T)
+        number = len(self._line.units) if is_last else int(links_T[index])
+        previous = int(links_T[index - 1]) if index else -1
+        space = self._target.spaces[index] if len(links_T) else ""
+        if previous + 1 == number and (index or number == 0):
+            gap = self._line.gaps[number]
+            if gap.pieces == list(pieces) and bool(gap.space) == bool(space):
+                return self._line.source[gap.start : gap.end]
+        return self._spaced(pieces, space, is_first=index == 0, is_last=is_last)
+
+    def _spaced(self, pieces: Sequence[Piece], space: str, *, is_first: bool, is_last: bool) -> str:
+        """Return pieces with the ``space`` after end tags and atoms. Atoms also have white space
+        before them if they have it in the document.
+        """
+        spaces = [""] * (len(pieces) + 1)
+        place = 0
+        for index, piece in enumerate(pieces):
+            if piece.kind != "open":
+                place = index + 1
+            if piece.kind == "atom":
+                if piece.space_before and not (is_first and index == 0):
+                    spaces[index] = " "
+                if piece.space_after and is_first and not is_last:
+                    spaces[index + 1] = " "
+        if space:
+            spaces[place] = self._escaped(space)
+        parts = [spaces[0]]
+        for piece, following in zip(pieces, spaces[1:]):
+            parts.append(self._line.source[piece.start : piece.end])
+            parts.append(following)
+        return "".join(parts)
