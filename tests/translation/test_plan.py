@@ -72,6 +72,18 @@ def test_what_is_divided(translator):
     assert len(long.sentences) == 6
 
 
+def test_sentences_end_by_the_rules_of_the_declared_language(translator):
+    text = "Am 3. Mai kam Hr. Maier. Ja."
+    for page, options, count in (
+        (f"<p>{text}</p>", {}, 3),
+        (f'<html lang="de"><p>{text}</p>', {}, 2),
+        (f"<r xml:lang='de-AT'><p>{text}</p></r>", {}, 2),
+        (f'<html lang="en"><p>{text}</p>', {"language": "deu_Latn"}, 2),
+    ):
+        plan = translator.plan(Request(page, format="html"), **options)
+        assert len(plan.parts) == count, (page, sources(plan))
+
+
 def test_a_paragraph_of_any_length_is_never_cut_within_a_sentence(translator):
     sentences = ["One two three four.", "Five six seven!"] * 200
     plan = translator.plan(Request(f"<p>{' '.join(sentences)}</p>", format="html"))

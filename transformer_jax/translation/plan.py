@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 # Distance between the sampling seeds of a part's segments.
 _SEEDS = 1_000_003
+# The language that a document declares, and the number of characters in which it does.
+_LANGUAGE = re.compile(r"<[^<>]*\s(?:xml:)?lang\s*=\s*[\"']?([A-Za-z]{2,3})")
+_HEAD = 4096
 # Attention weights of a line, which grow quadratically.
 _MAX_WEIGHTS = 2**22
 
@@ -253,7 +257,8 @@ class Planner:
           divided: whether to divide the text into sentences, each of which is translated alone.
             None: a document is divided, and a line of plain text is one sentence.
           language: language of the text, by whose rules sentences end (``sentences.divide``).
-            Default: the request's ``source_language``.
+            Default: the request's ``source_language``, the model's default, or the language that
+            a document declares.
           protect: see ``Document``.
 
         Raises:
@@ -263,10 +268,21 @@ class Planner:
         self.tags.check(request)
         own_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
         parts = _Parts(self, request, [glossary, own_glossary], max(1, num_hypotheses))
-        parts.language = language or request.source_language
+        parts.language = language or request.source_language or self._language_of(request)
         plan = self._divided(parts, request, divided, protect)
         parts.warn_of_long_parts()
         return plan
+
+    def _language_of(self, request: Request) -> str:
+        """Return the code of the model's default source language, or of a document's."""
+        languages = self.tokenizer.languages
+        for code, token in languages.tokens.items():
+            if token == languages.source:
+                return code
+        declared = None
+        if request.format != "text":
+            declared = _LANGUAGE.search(request.text, 0, _HEAD)
+        return declared[1] if declared else ""
 
     def _divided(
         self, parts: _Parts, request: Request, divided: bool | None, protect: Sequence[str]
