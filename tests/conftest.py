@@ -51,7 +51,7 @@ SLOW = [
         "export/test_pytorch",
         "translation/test_translator",
         "training/test_compiling",
-        "serving/test_workers",
+        "decoding/test_workers",
         "serving/test_async_translator",
         "decoding/test_beam_search",
         "report/test_contents",

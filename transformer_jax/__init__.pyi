@@ -30,7 +30,6 @@ from .model.positions import sinusoidal_positions
 from .model.transformer import Transformer, model_from_arrays, parameter_shapes
 from .pretrained.loading import load_model, local_workdir
 from .runs.model_folder import save_model
-from .serving.async_translator import AsyncTranslator
 from .settings.config import (
     BatchConfig,
     Config,
@@ -52,6 +51,7 @@ from .tokenization.vocabulary import Vocabulary
 from .training.loop import train
 from .training.loss import TwoPasses, smoothed_cross_entropy
 from .training.optimizer import learning_rate_schedule, make_optimizer
+from .translation.async_translator import AsyncTranslator
 from .translation.requests import Request, Translation
 from .translation.scoring import Scorer
 from .translation.translator import Translator

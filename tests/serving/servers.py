@@ -23,9 +23,9 @@ from random_models import lines_of_words, write_run
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.serving.__main__ import UVICORN
 from transformer_jax.serving.app import App
-from transformer_jax.serving.async_translator import AsyncTranslator
 from transformer_jax.serving.service import Service
 from transformer_jax.settings.config import Config, DecodingConfig
+from transformer_jax.translation.async_translator import AsyncTranslator
 from transformer_jax.translation.translator import Translator
 
 LINES = lines_of_words(60)

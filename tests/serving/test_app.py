@@ -22,12 +22,12 @@ from servers import CONFIG, LINES, Server, make_model_to_serve, serving
 from transformer_jax.decoding.scheduler import SearchFailed, Task
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.serving.answering import Answering, PlannedText
-from transformer_jax.serving.async_translator import AsyncTranslator
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.async_translator import AsyncTranslator
 from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.translator import Translator
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from transformer_jax import Bucket, Hypothesis, Sentence, Translator, UserError
 from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task
+from transformer_jax.decoding.workers import Workers
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import needs_extra
-from transformer_jax.serving.workers import Workers
 
 _LONGEST = 2**16
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import methodcaller
 
-from transformer_jax import Bucket, Hypothesis, SearchFailed, Sentence, UserError
-from transformer_jax.decoding.scheduler import Scheduler
+from transformer_jax.decoding.length_buckets import Bucket
+from transformer_jax.decoding.scheduler import Scheduler, SearchFailed
+from transformer_jax.decoding.search import Hypothesis, Sentence
+from transformer_jax.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -10,23 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from transformer_jax import (
-    Hypothesis,
-    Request,
-    Scorer,
-    Sentence,
-    Translation,
-    Translator,
-    devices_for_rows,
-    load_config_file,
-    local_workdir,
-)
+from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import EngineBatch
 from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.decoding.scheduler import Scheduler
-from transformer_jax.serving.workers import Workers
+from transformer_jax.decoding.search import Hypothesis, Sentence
+from transformer_jax.decoding.workers import Workers
+from transformer_jax.pretrained.loading import local_workdir
+from transformer_jax.settings.config_files import load_config_file
 from transformer_jax.translation.plan import Part
-from transformer_jax.translation.scoring import SMALLEST_PAIR
+from transformer_jax.translation.requests import Request, Translation
+from transformer_jax.translation.scoring import SMALLEST_PAIR, Scorer
+from transformer_jax.translation.translator import Translator
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import pytest
 
 from transformer_jax import Bucket, Hypothesis, SearchFailed, Sentence, UserError
 from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task
-from transformer_jax.serving.workers import Workers
+from transformer_jax.decoding.workers import Workers
 
 BUCKET = Bucket((16,), rows=4)
 SENTENCES = [Sentence([number]) for number in range(40)]
