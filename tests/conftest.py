@@ -52,7 +52,7 @@ SLOW = [
         "translation/test_translator",
         "training/test_compiling",
         "decoding/test_workers",
-        "serving/test_async_translator",
+        "translation/test_async_translator",
         "decoding/test_beam_search",
         "report/test_contents",
         "data/test_corpus",

@@ -239,6 +239,7 @@ def test_repetitions_are_noticed():
     )
     assert not repetition(["▁so", "▁so", "▁so", "▁good"], {})
     assert not repetition([], {})
+    assert repetition(["▁"] * 5, {}) == " "
     assert not repetition(["▁ha"] * 4, {"laugh": [TargetTerm(" ha ha ha ha", [5] * 4)]})
 
 
@@ -247,6 +248,13 @@ def test_a_repetition_is_a_warning(translator, caplog):
     [ids] = translator.tokenizer.target.encode(["SIX SIX SIX SIX SIX TWO"])
     plan.join([[Hypothesis(ids, -1.0, -1.0, [])]])
     assert "Line 3: the translation repeats 'SIX'. Models do this if they would" in caplog.text
+
+
+def test_a_long_translation_is_a_warning(translator, caplog):
+    plan = translator.plan(Request("one", number=3, glossary={"one": "TWO"}))
+    [ids] = translator.tokenizer.target.encode([" ".join([*WORDS[:9], "two"]).upper()])
+    plan.join([[Hypothesis(ids, -1.0, -1.0, [])]])
+    assert f"Line 3: the translation has {len(ids) + 1} tokens, for 1 of the source" in caplog.text
 
 
 def test_unmet_terms(tokenizer):

@@ -251,7 +251,7 @@ def repetition(tokens: Sequence[str], terms: Terms) -> str:
     repeated = _REPETITION.search(joined)
     if repeated is None:
         return ""
-    phrase = repeated[1].replace("\0", "").replace("▁", " ").strip()
+    phrase = repeated[1].replace("\0", "").replace("▁", " ").strip() or " "
     texts = [term.text for targets in terms.values() for term in targets]
     return "" if any(text.count(phrase) > 3 for text in texts) else phrase
 

@@ -43,6 +43,8 @@ _SEEDS = 1_000_003
 # The language that a document declares, and the number of characters in which it does.
 _LANGUAGE = re.compile(r"<[^<>]*\s(?:xml:)?lang\s*=\s*[\"']?([A-Za-z]{2,3})")
 _HEAD = 4096
+# Tokens of a translation for each token of its source and terms; more is suspicious.
+_MAX_RATIO = 3
 # Attention weights of a line, which grow quadratically.
 _MAX_WEIGHTS = 2**22
 
@@ -89,13 +91,26 @@ class Part:
             if ranked[0].unmet:
                 message = "%s: the translation lacks the glossary's terms for: %s."
                 logger.warning(message, self.request.name, ", ".join(ranked[0].unmet))
-            repeated = repetition(ranked[0].tokens, self.terms)
-            if repeated:
-                message = "%s: the translation repeats %s. Models do this if they would never use "
-                message += "a term (%s); shorten it, or give alternatives."
+            problem = self._problem(ranked[0])
+            if problem:
+                message = (
+                    "%s: the translation %s. Models do this if they would never use a term (%s); "
+                )
+                message += "shorten it, or give alternatives."
                 names = short_repr(", ".join(self.terms))
-                logger.warning(message, self.request.name, short_repr(repeated), names)
+                logger.warning(message, self.request.name, problem, names)
         return ranked
+
+    def _problem(self, translation: Translation) -> str:
+        """Return what is wrong with a translation that was forced to contain terms, if anything."""
+        repeated = repetition(translation.tokens, self.terms)
+        if repeated:
+            return f"repeats {short_repr(repeated)}"
+        num_source = sum(len(sentence.tokens) for sentence in self.sentences)
+        longest = [max(len(target.ids) for target in targets) for targets in self.terms.values()]
+        if translation.length > _MAX_RATIO * (num_source + sum(longest)):
+            return f"has {translation.length} tokens, for {num_source} of the source"
+        return ""
 
     def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
         """Join hypotheses, one for each segment, into one translation."""
