@@ -44,7 +44,8 @@ class AsyncTranslator:
         """Search with the translator's model, settings and devices. ``max_terms`` is the number of
         glossary terms in a sentence for which searches are compiled: 0, 1, 4, 16 or 64.
         """
-        self.translator, self.config = translator, translator.config
+        self.translator = translator
+        self.config = translator.config
         engines = translator.engines
         buckets = engines[0].buckets_with_terms(max_terms)
         schedulers = [
