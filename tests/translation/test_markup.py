@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
+import sysconfig
 import time
 from collections import Counter
+from pathlib import Path
+from random import Random
+from xml.parsers import expat
 
 import numpy as np
 import pytest
@@ -15,7 +21,8 @@ from lxml import etree
 from random_models import lines_of_words, make_model, train_tokenizer
 
 from transformer_jax.errors import UserError
-from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_words
 from transformer_jax.translation.alignment import Alignment
 from transformer_jax.translation.documents.line import Line, Unit
@@ -267,6 +274,248 @@ def test_bad_documents_take_linear_time(text):
     found = document.joined(Translation(line.text.upper(), 0, 0, 0) for line in document.lines)
     assert [found.count(each) for each in "<>"] == [text.count(each) for each in "<>"]
     assert time.perf_counter() - start < 30
+
+
+def known_tokenizer() -> Tokenizer:
+    """A tokenizer that can copy placeholders."""
+    lines = [f"{line} %s {{x}}" for line in lines_of_words(60)]
+    lines.append("${x} %(n)d https://a.b/c?d=e&f .")
+    return Tokenizer.train(
+        ((line, line) for line in lines), TokenizerConfig(vocab_size=90, algorithm="bpe")
+    )
+
+
+KNOWN = known_tokenizer()
+
+
+def random_alignment(text: str, target: str, seed: int) -> Alignment:
+    """An alignment that says nothing."""
+    source, tokens = (KNOWN.source.tokens(KNOWN.source.encode([x])[0]) for x in (text, target))
+    weights_TS = np.random.default_rng(seed).random((len(tokens) + 1, len(source) + 1))
+    columns = [0] * len(source)
+    return Alignment((*source, "</s>"), (*tokens, "</s>"), weights_TS, columns, [0] * len(tokens))
+
+
+def check_identity(text: str, format: str) -> None:
+    """Unchanged text gives the same document, however it is aligned. Changed text keeps all tags
+    and placeholders, and XML stays well-formed.
+    """
+    document = Document(text, format, KNOWN)
+    same = [line.text for line in document.lines]
+    shuffled = [" ".join(sorted(line.split(" "), key=hash)) for line in same]
+    for seed, targets in enumerate((same, same, shuffled, shuffled)):
+        translations = []
+        for source, target in zip(same, targets):
+            alignment = random_alignment(source, target, seed) if seed % 2 else None
+            translations.append(Translation(target, 0, 0, 0, alignment=alignment))
+        found = document.joined(translations)
+        if targets is same:
+            assert found == text
+        assert Counter(ANY_TAG.findall(found)) == Counter(ANY_TAG.findall(text))
+        assert Counter(BRACES.findall(found)) == Counter(BRACES.findall(text))
+        if format == "xml":
+            parser = expat.ParserCreate()
+            parser.UseForeignDTD(True)  # knows entities such as &nbsp;
+            parser.Parse(found if "<?xml" in found else f"<x>{found}</x>", True)
+
+
+ANY_TAG = re.compile(r"</?[a-zA-Z_][^<>]*>")
+BRACES = re.compile(r"\$?\{\w+\}|%s")
+
+FEATURES = [
+    "See your <code>package.json</code>. It works.",
+    "A <b>bold</b>, <i>italic</i>; <a href='x'>link</a>s and <span> spaces </span>here.",
+    "<a>Home</a><a>About</a> <span>Save</span><span>Cancel</span> word<sup>1</sup> a<img>b",
+    "It is {n}px wide; {name}さん、こんにちは ${x} and {x}, {x}{x} %s%s",
+    "https://ex.org/a or https://ex.org, a@b.de.",
+    "AT&amp;T isn&#8217;t &lt;here&gt; &amp; there&nbsp;&eacute; 5 &gt; 3",
+    "<h1>One  two\n\tthree</h1><p>1984<p>2024-01-02<p lang=en>A <em>b <strong>c</strong></em> d",
+    "{% if a > b %}one{% else %}two <b>three</b>{% endif %} {# no #} {{ four }} five",
+    "You have {n, plural, one {<b>#</b> file} other {# files}} left, <?php if ($a > 1) ?>x",
+    "<ul><li translate=no>one<li>two<li translate=NO>three</ul><p class=notranslate>a<p>b",
+    "<p>un<wbr>do <b></b> <a name=x></a>now <i><img></i> <!-- c --> later</p>",
+    "<ruby>漢<rp>(</rp><rt>kan</rt><rp>)</rp></ruby>字 <b>日</b>本",
+    "<table><tr><td>1<td>two<tr><th>three<td><b>4</b> five</table>",
+    "<svg><style>a>b</style><path/></svg> icon <math><mi>x</mi></math>. End",
+    "<b>a <i>b</b> c</i> <script>if (a<b) '</p>'</script> x < y && z <3 </> <",
+]
+
+
+@pytest.mark.parametrize("text", FEATURES)
+def test_an_unchanged_text_gives_the_same_html(text):
+    check_identity(text, "html")
+    check_identity(f"<!DOCTYPE html><title>one &lt; two</title><div>{text}</div>\n", "html")
+
+
+XML_FEATURES = [
+    "one <_e a='>'>two</_e> <é>three</é> <ns:x/> four",
+    "<?xml version='1.0'?><!DOCTYPE a [<!ENTITY c 'd'> <!-- > -->]><a>&c; b &nbsp;<?p a>b?>e</a>\n",
+    "<d><p>Run <code>a</code>, then <b>b</b>.</p><programlisting>x  y\n z</programlisting></d>",
+    "<d xml:space='preserve'>one  two\n three <b>four</b> five\n</d>",
+    "<d>a<![CDATA[ <b> ]]>c <x translate='no'>d<y translate='yes'>e</y></x> f</d>",
+    "<svg><title>one</title><text>two <tspan>three</tspan></text><style>a</style></svg>",
+    "<d>one &lt;two&gt; &#8217; ]]&gt; 5 > 3 {x} %s</d>",
+]
+
+
+@pytest.mark.parametrize("text", XML_FEATURES)
+def test_an_unchanged_text_gives_the_same_xml(text):
+    check_identity(text, "xml")
+
+
+PIECES = st.sampled_from([*FEATURES, "one two", " ", "\n", "three.", "Ünï", "{x}", "%s", "&lt;"])
+MARKUP = st.sampled_from(["<b>", "</b>", "<a href='{x}'>", "</a>", "<p>", "</p>", "<br>", "<i/>"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(PIECES | MARKUP, max_size=8))
+def test_an_unchanged_text_gives_the_same_random_document(parts):
+    check_identity("".join(parts), "html")
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_an_unchanged_text_gives_the_same_generated_lines(count):
+    """Lines of words, tags, placeholders and references in any order."""
+    random = Random(1)
+    words = ["one", " two", " three. ", ",", " {x}", "%s", "&amp;", "é", "\n", " <img> ", "<wbr>"]
+    words += ["<code>x</code>", "<!-- c -->", "(", ")", " 5", "漢字"]
+    lines = []
+    for _ in range(count):
+        inside = "".join(random.choices(words, k=4))
+        name = random.choice(["b", "a", "span", "sup"])
+        before, after = ("".join(random.choices(words, k=3)) for _ in range(2))
+        lines.append(f"<p>{before}<{name}>{inside}</{name}>{after}</p>")
+    text = "".join(lines)
+    document = Document(text, "html", KNOWN)
+    assert len(document.lines) > 0.9 * count
+    assert joined(document, *[line.text for line in document.lines]) == text
+
+
+def pages() -> list[Path]:
+    """Documents of installed packages."""
+    roots = {Path(sysconfig.get_paths()[name]) for name in ("purelib", "stdlib", "data")}
+    roots |= {Path("/usr/share/doc"), Path("/usr/lib/node_modules"), Path(__file__).parents[2]}
+    found = []
+    for root in sorted(roots):
+        for folder, _, files in os.walk(root):
+            found += [Path(folder, x) for x in files if x.endswith((".html", ".xml", ".svg"))]
+    return [path for path in sorted(found) if path.stat().st_size < 200_000]
+
+
+def check_pages(paths: list[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(UnicodeDecodeError, UserError):  # not UTF-8, not well-formed
+            text = path.read_bytes().decode()
+            document = Document(text, "html" if path.suffix == ".html" else "xml", KNOWN)
+            for seed in (0, 1):
+                translations = [
+                    Translation(
+                        line.text,
+                        *(0, 0, 0),
+                        alignment=random_alignment(line.text, line.text, 1) if seed else None,
+                    )
+                    for line in document.lines
+                ]
+                assert document.joined(translations) == text, path
+
+
+def test_an_unchanged_text_gives_the_same_page():
+    """A sample of the pages that other packages have installed."""
+    found = pages()
+    if len(found) < 20:
+        pytest.skip(f"only {len(found)} HTML and XML files are installed")
+    check_pages([path for path in Random(1).sample(found, 20) if path.stat().st_size < 30_000])
+
+
+@pytest.mark.exhaustive
+def test_an_unchanged_text_gives_the_same_of_many_pages():
+    found = pages()
+    if len(found) < 300:
+        pytest.skip(f"only {len(found)} HTML and XML files are installed")
+    check_pages(found if len(found) < 1000 else Random(2).sample(found, 1000))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<a>Home</a><a>About</a>", ["Home About"]),
+        ("<span>Save</span><span>Cancel</span>", ["Save Cancel"]),
+        ("word<sup>1</sup> two<img>three", ["word 1 two three"]),
+        ("<b>H</b>ello <a>link</a>s un<wbr>do", ["Hello links undo"]),
+        ("これは<span>本</span>です", ["これは本です"]),
+        ("See your <code>x</code>. It (<code>y</code>) works", ["See your. It () works"]),
+        ("1984 <b>2024-01-02</b>", []),
+        ("<p>12</p><p>12 a</p>", ["12 a"]),
+        ("<ul><li translate=no>one<li>two</ul>three", ["two", "three"]),
+        ("<p translate=NO>one<div>two</div>", ["two"]),
+        ("<table><tr translate=no><td>one<tr><td>two</table>", ["two"]),
+        ("<div translate=no>one <b translate=yes>two</b></div>", ["two"]),
+        ("<title>one &lt; <b></title>", ["one < <b>"]),
+        ("{% trans %}one{% endtrans %} <?php two() ?> <% three %>", ["one"]),
+        ("one <a title='{{ x > y }}'>two</a> <p {% if a > b %}class=c{% endif %}>", ["one two"]),
+        ("{n, plural, one {# file} other {# files}} left", ["left"]),
+        ("one&nbsp;two &#116;hree &notit;", ["one\u00a0two three ¬it;"]),
+    ],
+)
+def test_what_the_model_sees(text, shown):
+    assert [line.text for line in Document(text, "html", TOKENIZER).lines] == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It is %dMB", ["%d"]),
+        ("one %s%s", ["%s", "%s"]),
+        ("one %1$s%2$s %{name} %(n)d", ["%1$s", "%2$s", "%{name}", "%(n)d"]),
+        ("100% sure, 100%ige, 5 %ige", []),
+        ("{n}px {name}さん ${x} {x} #{y} {}", ["{n}", "{name}", "${x}", "{x}", "#{y}", "{}"]),
+        ("one %%s %-5.2f %lld %@", ["%%", "%-5.2f", "%lld", "%@"]),
+        ("one (https://ex.org/a?b=1&amp;c), https://ex.org.", ["https://ex.org/a?b=1&amp;c", "https://ex.org"]),
+        ("https://ex.org/aをご覧", ["https://ex.org/a"]),
+        ("mail a.b@c.org.", ["a.b@c.org"]),
+    ],
+)  # fmt: skip
+def test_what_is_protected(text, expected):
+    assert placeholders(text) == expected
+
+
+def test_patterns_match_decoded_text():
+    assert placeholders("one &#8217; 12", protect=["[0-9]+"]) == ["12"]
+    assert translated("isn&#8217;t 12", protect=["[0-9]+"]) == "ISN’T 12"
+    assert placeholders("https://a.b/?x=1&gt; two") == ["https://a.b/?x=1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "translation", "expected"),
+    [
+        ("It is {x}px wide", "BREIT {x}px IST ES", "BREIT {x}px IST ES"),
+        ("{x}さん one", "one {x}さん", "one {x}さん"),
+        ("${x} and {x}", "{x} und ${x}", "{x} und ${x}"),
+        ("{x} one", "EINS", "{x} EINS"),  # lost
+        ("{x} one", "{x} EINS {x}", "{x} EINS"),  # doubled
+        ("{x} one %s", "{x} EINS {X}", "{x} EINS %s"),  # another one in its place
+        ("%s%s one", "%s EINS", "%s%s EINS"),
+        ("<b>one</b> {x}", "{x} EINS", "{x} <b>EINS</b>"),
+        ("<b>one</b> {x}", "{x}", "<b></b> {x}"),
+        ("a https://a.b/c or https://a.b", "https://a.b https://a.b/c", "https://a.b https://a.b/c"),
+    ],
+)  # fmt: skip
+def test_every_placeholder_is_there_once(text, translation, expected):
+    found = joined(Document(text, "html", KNOWN), translation)
+    assert Counter(BRACES.findall(found)) == Counter(BRACES.findall(text))
+    assert TAG.sub("", found).replace(" ", "") == TAG.sub("", expected).replace(" ", "")
+
+
+def test_a_line_of_many_tags_takes_little_time():
+    """196 tags, with an alignment as large as they get, and in 19 KB, which have none."""
+    document = Document("one two <b>three</b> " * 196, "html", TOKENIZER)
+    [line] = document.lines
+    identical = aligned(line.text, line.text.upper(), {i: i for i in range(588)})
+    start = time.process_time()
+    assert joined(document, identical) == "ONE TWO <b>THREE</b> " * 196
+    long = Document(f"{'one two three four five ' * 4} <b>six</b> " * 196, "html", TOKENIZER)
+    assert joined(long, long.lines[0].text.upper()).count("<b>") == 196
+    assert time.process_time() - start < 5
 
 
 CONFIG = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=4)
