@@ -54,7 +54,8 @@ def blocks(name: str) -> list[Block]:
 BLOCKS = [
     block
     for name in (
-        *("README.md", "docs/library.md", "docs/python.md", "docs/serving.md"),
+        *("README.md", "docs/library.md", "docs/python.md", "docs/search.md"),
+        "docs/serving.md",
         *("docs/parsing.md", "docs/export.md", "docs/own_models.md"),
         *("docs/tutorials/from_flax_wmt.md", "docs/tutorials/one_module.md"),
     )
