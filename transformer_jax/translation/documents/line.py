@@ -10,16 +10,13 @@ from typing import Literal
 
 from transformer_jax.translation.documents.items import FORMATTING, Item
 from transformer_jax.translation.documents.placeholders import find_spans
+from transformer_jax.translation.scripts import UNSPACED_LETTERS
 
 # A character of a script without spaces, a word of any other, or a punctuation mark.
-_DENSE = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3031-\u30ff\u3400-\u9fff"
-    "\U00020000-\U0003ffff"
-)
 _SIGNS = r"!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u205e\u3001-\u3003\u3008-\u3020\uff01-\uff20"
-UNIT = re.compile(rf"[{_DENSE}{_SIGNS}]|[^\s{_DENSE}{_SIGNS}]+")
+UNIT = re.compile(rf"[{UNSPACED_LETTERS}{_SIGNS}]|[^\s{UNSPACED_LETTERS}{_SIGNS}]+")
 _IS_SIGN = re.compile(f"[{_SIGNS}]")
-_IS_DENSE = re.compile(f"[{_DENSE}]")
+_IS_DENSE = re.compile(f"[{UNSPACED_LETTERS}]")
 # White space without a width of its own.
 _COLLAPSED = re.compile(r"[ \t\n\r\f\v\x1c-\x1f\x85\u2028\u2029]+")
 # Neighbors that are parts of one word.
