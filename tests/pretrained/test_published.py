@@ -257,6 +257,18 @@ def test_new_languages_can_have_other_codes(folder_of: Callable[[str], Path]) ->
     assert ours.affixes("eng_Latn", "gsw_CH").before_target == [len(shared)]
 
 
+def test_tokens_that_an_older_folder_adds(tmp_path: Path) -> None:
+    """added_tokens.json, without tokenizer.json."""
+    from tests.pretrained.test_family_tokenizers import original, write_config
+
+    theirs = original("t5", tmp_path)
+    size = max(theirs.get_vocab().values()) + 9
+    write_config("t5", tmp_path, size)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<sep>": size - 2}))
+    tokenizer = Pretrained(tmp_path).tokenizer()
+    assert tokenizer.target.ids(["<sep>"]) == [size - 2]
+
+
 def test_marian_with_padded_rows(folder_of: Callable[[str], Path]) -> None:
     """transformers' resize_token_embeddings(pad_to_multiple_of=8)."""
     folder = folder_of("marian")
@@ -334,7 +346,17 @@ def test_ids_of_the_generation_config_come_first(folder_of: Callable[[str], Path
 # Token ids.
 
 
-@pytest.mark.parametrize("case", families.CASES)
+# The layouts of languages, and two vocabularies; the others with make test-all.
+DEFAULT = ("nllb", "mbart, first version", "marian, two vocabularies")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in DEFAULT else pytest.mark.exhaustive)
+        for case in families.CASES
+    ],
+)
 def test_ids_of_transformers_go_straight_into_the_search(
     case: str, folder_of: Callable[[str], Path]
 ) -> None:
@@ -464,6 +486,11 @@ UNUSUAL: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "nllb",
         lambda f: changed(f, encoder_layers=512),
         "have no tensor for model.encoder.layers.511; expected 512 layers in the encoder",
+    ),
+    "another activation": (
+        "t5 1.1",
+        lambda f: changed(f, dense_act_fn="relu"),
+        "dense_act_fn in config.json is 'relu'; expected 'gelu_new'",
     ),
     "EOS without a token": (
         "t5",

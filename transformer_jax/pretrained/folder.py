@@ -149,6 +149,12 @@ class Pretrained:
             elif field == "embedding_scale":
                 value = embedding_scales[value]
             fields[field] = value
+        if self.family.fields.get("feed_forward_proj"):  # what transformers derives from it
+            kind = str(foreign["feed_forward_proj"])
+            function = kind.removeprefix("gated-")
+            function = "gelu_new" if kind == "gated-gelu" else function
+            required["is_gated_act"] = (kind.startswith("gated-"),)
+            required["dense_act_fn"] = (function,)
         for name, allowed in required.items():
             if foreign.get(name, allowed[0]) not in allowed:
                 raise UserError(

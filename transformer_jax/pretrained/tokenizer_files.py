@@ -205,26 +205,26 @@ def _from_post_processor(
             "class. transformers writes it: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
-    codes = {token: code for code, token in tokens.items()}
+    eos = token_of.get(special.eos)
+    before_line = [token_of.get(i, str(i)) for i in before]
+    after_line = [token_of.get(i, str(i)) for i in after]
     source = tokens.get(files.text("src_lang"), "")
-    around = [token_of.get(i, str(i)) for i in (*before, *after)]
-    is_simple = after == [special.eos] and len(before) <= 1
-    if is_simple and bool(tokens) == bool(before and token_of[before[0]] in codes):
-        first = source or (token_of[before[0]] if before else "")
-        target = forced if tokens else first or forced
-        is_forced = bool(tokens or forced or not first)
-        if first and forced and not tokens and forced != first:
-            is_simple = False
-        if is_simple:
-            return Languages(tokens, first, target, forced=is_forced)
-    if not before and len(after) == 2 and after[0] == special.eos and tokens:
+    codes = {*tokens.values()}
+    if after_line == [eos] and len(before_line) <= 1:
+        first = before_line[0] if before_line else ""
+        if not tokens and (forced in ("", first) or not first):
+            return Languages({}, first, first or forced, forced=bool(forced) or not first)
+        if first in codes:
+            return Languages(tokens, source or first, forced)
+    if not before_line and len(after_line) == 2 and after_line[0] == eos and after_line[1] in codes:
         starts = token_of.get(special.decoder_start) in codes
         layout: Layout = "start" if starts else "after"
-        return Languages(tokens, source or token_of[after[1]], forced, layout)
+        return Languages(tokens, source or after_line[1], forced, layout)
+    around = [*before_line, *after_line]
     raise UserError(
         f"The tokenizer in {str(folder)!r} ({files.kind}) puts {around} around a line, and the "
         f"target begins with {forced!r}; expected the language, if the model has languages, or one "
-        f"token before the line, and EOS ({token_of.get(special.eos)!r}, eos_token_id) after it. "
+        f"token before the line, and EOS ({eos!r}, eos_token_id) after it. "
         "Use the tokenizer class of the published model."
     )
 
@@ -303,6 +303,9 @@ def _read_sentencepiece(
         if not family.first_tokens and "▁<extra_id_0>" not in ids:  # mT5's model has them
             for number in reversed(range(settings.get("extra_ids", 100))):
                 ids[f"<extra_id_{number}>"] = len(ids)
+    added_file = folder / "added_tokens.json"
+    if added_file.exists():
+        ids |= read_json(added_file, dict.fromkeys(read_json(added_file), int))
     added = settings.get("added_tokens_decoder") or {}
     ids |= {_text(token): int(i) for i, token in added.items()}
     more = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_words
 
@@ -79,12 +80,19 @@ def align_texts(
     weights_TS: np.ndarray,
 ) -> Alignment:
     """Align a (source, target) pair of texts, given their token ids and attention weights."""
-    sides = list[tuple[str, ...]]()
-    word_ids = list[list[int]]()
-    for text, ids, side in zip(texts, tokens, (tokenizer.source, tokenizer.target)):
-        names = tuple(side.tokens(ids))
-        sides.append((*names, "</s>"))
-        word_ids.append(token_words(side, names, text.split()))
-    [source, target] = sides
-    [source_word_ids, target_word_ids] = word_ids
-    return Alignment(source, target, weights_TS, source_word_ids, target_word_ids)
+    eos_id = tokenizer.source.eos_id
+    source_ids = list(tokens[0])
+    if eos_id not in source_ids:  # in some models, a language follows EOS
+        source_ids.append(eos_id)
+    source, source_word_ids = _words(tokenizer.source, source_ids, texts[0])
+    source_word_ids = [-1 if i == eos_id else word for i, word in zip(source_ids, source_word_ids)]
+    target, target_word_ids = _words(tokenizer.target, [*tokens[1], eos_id], texts[1])
+    weights_TS = weights_TS[:, : len(source)]
+    return Alignment(source, target, weights_TS, source_word_ids[:-1], target_word_ids[:-1])
+
+
+def _words(side: SubwordModel, ids: Sequence[int], text: str) -> tuple[tuple[str, ...], list[int]]:
+    """Return tokens, with EOS as </s>, and the word of each."""
+    names = side.tokens(ids)
+    word_ids = token_words(side, names, text.split())
+    return tuple("</s>" if i == side.eos_id else name for i, name in zip(ids, names)), word_ids
