@@ -23,6 +23,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from tests.pretrained import families
 from transformer_jax import Engine, Sentence, UserError
+from transformer_jax.pretrained.__main__ import main
 from transformer_jax.pretrained.config_file import read_config
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
@@ -517,3 +518,14 @@ def test_unusual_folders_are_refused_at_once(
     with pytest.raises(UserError, match=message):
         import_huggingface(folder)
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.exhaustive
+def test_a_model_is_compared_with_transformers(
+    folder_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the program, which prints a table."""
+    folder = folder_of("nllb")
+    flags = ["--source-language", "eng_Latn", "--target-language", "deu_Latn"]
+    assert main(["verify", str(folder), *flags]) == 0
+    assert "| 20 of 20 |" in capsys.readouterr().out

@@ -41,7 +41,7 @@ SENTENCES = (
     "Thank you very much for your help!",
 )
 _BEAM_SIZE = 4
-_MAX_TOKENS = 40
+_MAX_TOKENS = 60
 
 
 class Comparison(NamedTuple):
@@ -54,13 +54,15 @@ class Comparison(NamedTuple):
     """Largest difference of a logit, relative to the largest logit."""
     same_outputs: int
     """Number of sentences with the same best output of a beam search."""
+    ended: int
+    """Number of sentences whose outputs end before the limit of length, where searches differ."""
     sentences: int
 
     @property
     def equal(self) -> bool:
         """True if ids and logits are equal, and outputs but for ties in rounding."""
         has_same_ids = self.same_ids == self.sentences
-        return has_same_ids and self.logits_apart < 1e-4 and self.same_outputs >= self.sentences - 1
+        return has_same_ids and self.logits_apart < 1e-4 and self.same_outputs >= self.ended - 1
 
 
 def compare(
@@ -96,6 +98,7 @@ def compare(
     forced = affixes.before_target[: tokenizer.num_free]
     outputs = _search(config, model, tokenizer, sources, forced)
     same_outputs = 0
+    ended = 0
     logits_apart = 0.0
     for source, output in zip(sources, outputs):
         inputs = torch.tensor([source])
@@ -118,8 +121,12 @@ def compare(
         logits = model(jnp.array([source]), jnp.array([labels]))
         difference = np.abs(np.asarray(logits) - expected.numpy()).max()
         logits_apart = max(logits_apart, float(difference / np.abs(expected.numpy()).max()))
-        same_outputs += _complete(output, model) == _until_eos(out[0, 1:].tolist(), model)
-    return Comparison(name, same_ids, logits_apart, same_outputs, len(SENTENCES))
+        expected_ids = out[0, 1:].tolist()
+        if model.config.eos_id in expected_ids and len(labels) < _MAX_TOKENS:
+            ended += 1
+            end = expected_ids.index(model.config.eos_id) + 1
+            same_outputs += labels == expected_ids[:end]
+    return Comparison(name, same_ids, logits_apart, same_outputs, ended, len(SENTENCES))
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
@@ -131,7 +138,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
     for each in comparisons:
         rows.append(
             f"| {each.name} | {each.same_ids} of {each.sentences} | {each.logits_apart:.1e} | "
-            f"{each.same_outputs} of {each.sentences} |"
+            f"{each.same_outputs} of {each.ended} that end |"
         )
     return "\n".join(rows)
 
@@ -170,8 +177,3 @@ def _search(
 
 def _complete(ids: list[int], model: Transformer) -> list[int]:
     return ids if model.config.eos_id in ids else [*ids, model.config.eos_id]
-
-
-def _until_eos(ids: list[int], model: Transformer) -> list[int]:
-    eos_id = model.config.eos_id
-    return ids[: ids.index(eos_id) + 1] if eos_id in ids else [*ids, eos_id]
