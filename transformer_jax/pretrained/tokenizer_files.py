@@ -132,14 +132,16 @@ def _vocabulary(
         tokens[i] = token
     hidden = {ids[token] for token in files.special_tokens if token in ids}
     languages = {i for token, i in ids.items() if matches(config.family.languages, token)}
-    if not any(tokens[i].startswith("<2") for i in languages):  # transformers shows these
-        hidden |= languages
     if isinstance(files.segmenters[0], JsonSegmenter):
         hidden |= files.segmenters[0].special_ids
     else:
         first = config.family.first_tokens or ()
         hidden |= {ids[token] for token in first if token in ids}
         hidden |= {i for token, i in ids.items() if token.lstrip("▁").startswith("<extra_id_")}
+    if any(tokens[i].startswith("<2") for i in languages):  # transformers shows these
+        hidden -= languages
+    else:
+        hidden |= languages
     unknown = ids.get(files.text("unk_token", "<unk>"))
     return Vocabulary(
         tuple(tokens),
