@@ -90,43 +90,59 @@ def compare(
     options = {"src_lang": languages[0]} if languages[0] else {}
     their_tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
     affixes = tokenizer.affixes(*languages)
+    texts = list(SENTENCES)
+    if tokenizer.languages.layout == "tag" and affixes.before_source:
+        tag = tokenizer.languages.token(languages[1], "target_language")
+        texts = [f"{tag} {sentence}" for sentence in SENTENCES]
     sources = [_complete(affixes.source(ids), model) for ids in tokenizer.source.encode(SENTENCES)]
-    same_ids = sum(
-        source == their_tokenizer(sentence).input_ids
-        for sentence, source in zip(SENTENCES, sources)
-    )
+    expected = [their_tokenizer(text).input_ids for text in texts]
+    same_ids = sum(source == ids for source, ids in zip(sources, expected))
     forced = affixes.before_target[: tokenizer.num_free]
     outputs = _search(config, model, tokenizer, sources, forced)
     same_outputs = 0
     ended = 0
     logits_apart = 0.0
     for source, output in zip(sources, outputs):
-        inputs = torch.tensor([source])
-        with torch.no_grad():
-            out = theirs.generate(
-                inputs,
-                num_beams=_BEAM_SIZE,
-                do_sample=False,
-                early_stopping=True,
-                length_penalty=1.0,
-                min_length=0,
-                no_repeat_ngram_size=0,
-                max_new_tokens=_MAX_TOKENS,
-                forced_bos_token_id=forced[0] if forced else None,
-                bad_words_ids=[[model.config.pad_id]],
-            )
-            labels = _complete(output, model)
-            start = [model.config.decoder_start_id, *labels[:-1]]
-            expected = theirs(input_ids=inputs, decoder_input_ids=torch.tensor([start])).logits
-        logits = model(jnp.array([source]), jnp.array([labels]))
-        difference = np.abs(np.asarray(logits) - expected.numpy()).max()
-        logits_apart = max(logits_apart, float(difference / np.abs(expected.numpy()).max()))
-        expected_ids = out[0, 1:].tolist()
-        if model.config.eos_id in expected_ids and len(labels) < _MAX_TOKENS:
+        labels = _complete(output, model)
+        logits_apart = max(logits_apart, _logits_apart(model, theirs, source, labels))
+        their_output = _their_output(model, theirs, source, forced)
+        if model.config.eos_id in their_output and len(labels) < _MAX_TOKENS:
             ended += 1
-            end = expected_ids.index(model.config.eos_id) + 1
-            same_outputs += labels == expected_ids[:end]
+            end = their_output.index(model.config.eos_id) + 1
+            same_outputs += labels == their_output[:end]
     return Comparison(name, same_ids, logits_apart, same_outputs, ended, len(SENTENCES))
+
+
+def _logits_apart(model: Transformer, theirs: Any, source: list[int], labels: list[int]) -> float:
+    """Return the largest difference of a logit, relative to the largest logit."""
+    import torch
+
+    inputs = torch.tensor([[model.config.decoder_start_id, *labels[:-1]]])
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([source]), decoder_input_ids=inputs).logits.numpy()
+    logits = np.asarray(model(jnp.array([source]), jnp.array([labels])))
+    return float(np.abs(logits - expected).max() / np.abs(expected).max())
+
+
+def _their_output(
+    model: Transformer, theirs: Any, source: list[int], forced: list[int]
+) -> list[int]:
+    """Return the best output of transformers' beam search, without the decoder's first input."""
+    import torch
+
+    output = theirs.generate(
+        torch.tensor([source]),
+        num_beams=_BEAM_SIZE,
+        do_sample=False,
+        early_stopping=True,
+        length_penalty=1.0,
+        min_length=0,
+        no_repeat_ngram_size=0,
+        max_new_tokens=_MAX_TOKENS,
+        forced_bos_token_id=forced[0] if forced else None,
+        bad_words_ids=[[model.config.pad_id]],
+    )
+    return output[0, 1:].tolist()
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
