@@ -13,7 +13,7 @@ from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 from transformer_jax.decoding.search import Hypothesis
 from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.alignment import Alignment, concatenated
+from transformer_jax.translation.alignment import Alignment, align_texts, concatenated
 from transformer_jax.translation.plan import Plan
 from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.translator import Translator
@@ -119,6 +119,31 @@ def test_every_part_of_a_tagged_text_begins_with_the_tag():
         assert sources(plan) == ["One two.", "Three."]
         assert all(sentence.tokens[:2].count(tag) == 1 for sentence in plan.sentences)
         assert "<2de>" not in copied(plan)
+
+
+def test_the_tags_of_a_document_follow_the_words_without_the_language():
+    """The language tag begins every sentence, but is not in the document."""
+    lines = lines_of_words(23)
+    settings = TokenizerConfig(vocab_size=52, algorithm="unigram", user_defined_symbols=("<2de>",))
+    tokenizer = Tokenizer.train([(line, line.upper()) for line in lines], settings)
+    translator = Translator(make_model(tokenizer), tokenizer, CONFIG)
+    page = Request("<2de> <p>one two. three <b>four</b> five.</p>", format="html")
+    plan = translator.plan(page, divided=True)
+    translations = []
+    for part in plan.parts:
+        target = part.source.upper()
+        source_ids, target_ids = (
+            side.encode([text])[0]
+            for side, text in ((tokenizer.source, part.request.text), (tokenizer.target, target))
+        )
+        texts = (part.request.text, target)
+        size = len(target_ids) + 1, len(source_ids) + 1
+        weights_TS = np.eye(*size, k=len(source_ids) - len(target_ids))
+        found = align_texts(tokenizer, texts, (source_ids, target_ids), weights_TS)
+        tokens = tuple(tokenizer.target.tokens(target_ids))
+        translations.append([Translation(target, 0, 0, len(tokens) + 1, tokens, alignment=found)])
+    [joined] = plan.join_parts(translations)
+    assert joined.text == "<p>ONE TWO. THREE <b>FOUR</b> FIVE.</p>"
 
 
 def test_an_element_can_go_beyond_a_sentence(translator):

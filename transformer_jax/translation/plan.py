@@ -147,7 +147,9 @@ class Line:
         for translation in translations:
             if translation.length:
                 tokens += [*translation.tokens, self.parts[0].tokenizer.target.eos_token]
-        alignments = [t.alignment for t in translations if t.tokens]
+        alignments = [
+            _without_tag(part, t.alignment) for part, t in zip(self.parts, translations) if t.tokens
+        ]
         missing = chain.from_iterable(translation.unmet for translation in translations)
         return Translation(
             joiner.text + self.after,
@@ -159,6 +161,18 @@ class Line:
             _concatenated(alignments),
             tuple(dict.fromkeys(missing)),
         )
+
+
+def _without_tag(part: Part, alignment: Alignment | None) -> Alignment | None:
+    """Return the alignment to the text of a document, in which the part has no tag."""
+    if alignment is None or not part.needs_alignment:
+        return alignment
+    tag, _ = part.tokenizer.source.split_tag(part.request.text)
+    return alignment._replace(
+        source=alignment.source[len(tag) :],
+        weights_TS=alignment.weights_TS[:, len(tag) :],
+        source_word_ids=alignment.source_word_ids[len(tag) :],
+    )
 
 
 def _concatenated(alignments: Sequence[Alignment | None]) -> Alignment | None:

@@ -65,6 +65,14 @@ class Piece:
     space_before: bool = False
     """White space separates it from what comes before it."""
     space_after: bool = False
+    touches_before: bool = False
+    """A letter or digit is directly before it."""
+    touches_after: bool = False
+
+    def touch(self, before: str, after: str) -> None:
+        """Note which words it touches in the document."""
+        self.touches_before = not self.space_before and before[-1:].isalnum()
+        self.touches_after = not self.space_after and after[:1].isalnum()
 
 
 @dataclass(eq=False, slots=True)
@@ -220,6 +228,8 @@ class Line:
             elif isinstance(before, str) and isinstance(after, Piece):
                 after.space_before = True
         previous = self.units[-1] if self.units else None
+        for piece in pieces:
+            piece.touch(previous.text if previous else "", following.text if following else "")
         gap = Gap(0, 0, pieces=pieces)
         gap.start = previous.end if previous else pieces[0].start if pieces else -1
         if following:

@@ -87,7 +87,7 @@ class Target:
             return
         row_units = np.array(token_words(tokenizer.target, alignment.target[:-1], targets), int)
         column_units = np.array(token_words(tokenizer.source, alignment.source[:-1], sources), int)
-        row_units[np.array(alignment.target[:-1]) == "</s>"] = -1
+        row_units[np.array(alignment.target[:-1]) == tokenizer.target.eos_token] = -1
         weights = np.where(column_units >= 0, alignment.weights_TS[:-1, :-1], -1)
         if not weights.size:
             return
@@ -213,6 +213,10 @@ class TargetWriter:
         piece = Piece("atom", unit.start, unit.end)
         piece.space_before = bool(self._line.gaps[index].space)
         piece.space_after = bool(self._line.gaps[index + 1].space)
+        units = self._line.units
+        before = units[index - 1].text if index else ""
+        after = units[index + 1].text if index + 1 < len(units) else ""
+        piece.touch(before, after)
         return Mark(False, parent, index, opening=piece)
 
     def _place_element(self, mark: Mark) -> None:
@@ -314,11 +318,14 @@ class TargetWriter:
             gap = self._line.gaps[number]
             if gap.pieces == list(pieces) and bool(gap.space) == bool(space):
                 return self._line.source[gap.start : gap.end]
-        return self._spaced(pieces, space, is_first=index == 0, is_last=is_last)
+        before = self._target.units[index - 1].text if index else ""
+        after = "" if is_last else self._target.units[index].text
+        return self._spaced(pieces, space, before, after)
 
-    def _spaced(self, pieces: Sequence[Piece], space: str, *, is_first: bool, is_last: bool) -> str:
+    def _spaced(self, pieces: Sequence[Piece], space: str, before: str, after: str) -> str:
         """Return pieces with the ``space`` after end tags and atoms. Atoms also have white space
-        before them if they have it in the document.
+        before them if they have it in the document, and where they would touch a word that they do
+        not touch there.
         """
         spaces = [""] * (len(pieces) + 1)
         place = 0
@@ -326,10 +333,17 @@ class TargetWriter:
             if piece.kind != "open":
                 place = index + 1
             if piece.kind == "atom":
-                if piece.space_before and not (is_first and index == 0):
+                if piece.space_before and (before or index):
                     spaces[index] = " "
-                if piece.space_after and is_first and not is_last:
+                if piece.space_after and after and not before:
                     spaces[index + 1] = " "
+        visible = [
+            index for index, piece in enumerate(pieces) if piece.kind == "atom" and piece.is_visible
+        ]
+        if visible and before[-1:].isalnum() and not pieces[visible[0]].touches_before:
+            spaces[visible[0]] = " "
+        if visible and after[:1].isalnum() and not pieces[visible[-1]].touches_after:
+            space = space or " "
         if space:
             spaces[place] = self._escaped(space)
         parts = [spaces[0]]
