@@ -87,6 +87,20 @@ def test_shares_within_a_part_of_an_epoch(layout):
     np.testing.assert_allclose(shares, [0.5, 0.25, 0.25], atol=0.03)
 
 
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_all_pairs_of_any_part_are_drawn_equally_often_in_sixteen_epochs(data):
+    sizes = data.draw(st.lists(st.integers(1, 60), min_size=2, max_size=3))
+    weights = data.draw(
+        st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)).map(tuple)
+    )
+    mix = mix_of(*sizes, weights=weights)
+    start = data.draw(st.integers(0, 10**6))
+    drawn = [mix.drawn(np.arange(mix.num_pairs), start + epoch) for epoch in range(16)]
+    counts = np.bincount(np.concatenate(drawn), minlength=sum(sizes))
+    assert all(np.ptp(part) <= 1 for part in np.split(counts, np.cumsum(sizes)[:-1]))
+
+
 @layouts
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())

@@ -479,6 +479,18 @@ def test_all_weights_train_in_pytorch_and_are_tied_as_ours(tied: str, positions:
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), before)  # a copy
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_floating_point_type_become_float32(dtype: torch.dtype) -> None:
+    given = parts(share="none")
+    for module in given[:4]:
+        module.to(dtype)
+    model = imported(given)
+    matrix_VD = given.target_embedding.weight.detach().float().numpy()
+    np.testing.assert_array_equal(model.target_embedding.matrix[...], matrix_VD)
+    parameters = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert {parameter.dtype.name for parameter in parameters} == {"float32"}
+
+
 def test_a_layer_without_a_bias_gets_zeros(logits: Callable[..., np.ndarray]) -> None:
     given = parts()
     given.transformer.encoder.layers[1].linear2.bias = None

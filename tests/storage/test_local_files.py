@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import io
@@ -241,3 +242,15 @@ def test_folders_may_have_names_that_are_globs(name, remote, tmp_path) -> None:
     remove_folder(base / name)
     remove_folder(base / name)
     assert files_in(base) == others
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["github://", "zip://missing.zip", "nowhere://x", "s3://[::1", "://", "a b://c"],
+)
+def test_urls_that_no_file_system_opens_are_named(url: str) -> None:
+    """Each file system reports its own errors, such as a TypeError for a missing host."""
+    with contextlib.suppress(UserError):
+        path = to_path(url)
+        assert isinstance(str(path), str)
+        assert url.partition("://")[0] not in ("github", "zip", "nowhere")

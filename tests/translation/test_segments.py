@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
-from random_models import WORDS, lines_of_words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_models import WORDS, lines_of_words, train_tokenizer
 
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -13,6 +16,11 @@ from transformer_jax.translation.segments import cut
 from transformer_jax.translation.sentences import divide
 
 LINES = lines_of_words(23)
+
+
+@functools.cache
+def small_tokenizer() -> Tokenizer:
+    return train_tokenizer(lines_of_words(60))
 
 
 def test_each_sentence_of_a_long_line_is_a_segment(tokenizer):
@@ -45,6 +53,41 @@ def test_ten_thousand_words_in_one_line(tokenizer):
     segments = [segment.tokens for segment in cut(line, 23, tokenizer)[0]]
     assert max(map(len, segments)) <= 23
     assert [*itertools.chain(*segments)] == tokenizer.source.encode([line])[0]
+
+
+WORDS_AND_SPACES = st.sampled_from(
+    [
+        "one",
+        "two",
+        "three.",
+        "four!",
+        "日本語。",
+        "été",
+        "😀",
+        "a" * 30,
+        "ﬁ",
+        "½",
+        "\t",
+        "  ",
+        "\u3000",
+    ]
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    text=st.one_of(
+        st.text(max_size=60),
+        st.lists(WORDS_AND_SPACES, max_size=20).map(" ".join),
+        st.lists(WORDS_AND_SPACES, max_size=20).map("".join),
+    ),
+    limit=st.integers(1, 24),
+)
+def test_no_segment_of_any_text_is_above_the_limit_and_none_is_lost(text, limit):
+    segments, after = cut(text, limit, small_tokenizer())
+    assert all(len(segment.tokens) <= limit for segment in segments)
+    joined = "".join(segment.before + segment.text for segment in segments) + after
+    assert joined.split() == text.split() or "".join(joined.split()) == "".join(text.split())
 
 
 def test_leading_tags_begin_each_segment():

@@ -108,10 +108,10 @@ def remote_path(url: str) -> UPath:
     try:
         path = UPath(url)
         path.fs  # noqa: B018  imports the package
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # each file system has its own errors, for example of the network
         raise UserError(
-            f"{short_repr(url)} cannot be opened: {error}. Expected a path, or a URL that "
-            "fsspec supports."
+            f"{short_repr(url)} cannot be opened: {one_line(error)}. Expected a path, or a URL "
+            "that fsspec supports."
         ) from None
     return path
 
