@@ -89,7 +89,9 @@ HEAVY: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("path", ["/translate", "/translate/stream"])
+@pytest.mark.parametrize(
+    "path", ["/translate", pytest.param("/translate/stream", marks=pytest.mark.exhaustive)]
+)
 def test_no_request_delays_a_polite_client(default: Server, path: str) -> None:
     """However it uses the limits. The polite client asks for its health during each."""
     slowest = {}
