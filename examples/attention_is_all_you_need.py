@@ -41,12 +41,14 @@ class Config(NamedTuple):
     warmup_steps: int = 4000
 
 
-SMALL = Config(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.0, warmup_steps=800)
+SMALL = Config(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.0, warmup_steps=600)
 
 
 def init_parameters(config: Config, key: Array) -> Any:
     """Draw the weights. The paper does not say how; this is what the authors' code does."""
-    D, F, H = config.d_model, config.d_ff, config.num_heads
+    D = config.d_model
+    F = config.d_ff
+    H = config.num_heads
     numbers = count()
     norm = {"scale_D": jnp.ones(D), "bias_D": jnp.zeros(D)}
 
@@ -330,15 +332,19 @@ def main(folder: Path, steps: int, batch_size: int = 128, num_merges: int = 120)
     parameters = init_parameters(config, jax.random.key(0))
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     state = TrainState(parameters, m=zeros, v=zeros)
-    source_NS, target_NT = ids("train.en"), ids("train.de")
+    checkpoints = []
+    source_NS = ids("train.en")
+    target_NT = ids("train.de")
     for i in range(1, steps + 1):
         key = jax.random.key(i)
         row_B = jax.random.randint(key, (batch_size,), 0, len(source_NS))
         state, loss = train_step(config, state, source_NS[row_B], target_NT[row_B], key)
-        if i % 100 == 0:
+        if i % 100 == 0 or i == steps:
             print(f"step {i}: loss {loss:.3f}", flush=True)
+            checkpoints.append(state.parameters)
 
-    search = partial(beam_search, state.parameters, longest=longest)
+    average = jax.tree.map(lambda *x: sum(x) / len(x), *checkpoints[-5:])  # the last five (6.1)
+    search = partial(beam_search, average, longest=longest)
     tokens_NWT, _ = jax.lax.map(search, ids("test.en"), batch_size=100)
     best_NT = tokens_NWT[:, 0].tolist()
     joined = ["".join(vocabulary[i] for i in tokens_T if i > EOS) for tokens_T in best_NT]
@@ -352,5 +358,5 @@ def main(folder: Path, steps: int, batch_size: int = 128, num_merges: int = 120)
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path("data/numbers"))
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=1500)
     main(**vars(parser.parse_args()))
