@@ -119,6 +119,7 @@ TRUNK = [
     "translation.flags",
     "translation.program",
     "translation.__main__",
+    "training.two_passes",
     "training.loss",
     "training.optimizer",
     "training.step",

@@ -16,7 +16,8 @@ from transformer_jax.devices.sharding import batch_sharding, make_mesh, replicat
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import MeshConfig
 from transformer_jax.training import loss as loss_module
-from transformer_jax.training.loss import LossSums, TwoPasses, _loss, _Settings
+from transformer_jax.training.loss import LossSums, _loss, _Settings
+from transformer_jax.training.two_passes import TwoPasses
 
 B, T, D, V = 3, 7, 8, 19
 

@@ -42,6 +42,7 @@ from transformer_jax.training.step import (
     make_step_functions,
     shared_functions,
 )
+from transformer_jax.training.two_passes import cut_tokens
 
 CONFIG = Config(
     model=ModelConfig(
@@ -132,7 +133,7 @@ def test_seeds_share_a_compiled_step() -> None:
     steps = [step_functions(changed(DROPPING, seed=seed)) for seed in (0, 7)]
     assert steps[0].train_step is steps[1].train_step
     model, optimizer, training = DROPPING.model, DROPPING.optimizer, DROPPING.training
-    config = StepConfig(model, optimizer, 0, training.label_smoothing, None, training.simcut_rate)
+    config = StepConfig(model, optimizer, 0, training.label_smoothing)
     steps[1] = shared_functions.__wrapped__(config, make_mesh(DROPPING.mesh, ONE))
     texts = {each.train_step.lower(each.abstract_state, batch()).as_text() for each in steps}
     assert len(texts) == 1
@@ -466,7 +467,7 @@ def test_simcut_adds_the_divergence_from_a_pass_with_cut_tokens(packed: bool) ->
     cut = []
     for tokens, key in zip((source, target), jax.random.split(dropout_key, 3)[1:], strict=True):
         doubled = np.repeat(tokens, 2, axis=0)
-        chosen = np.asarray(step_module.cut_tokens(doubled, 0.4, key, (PAD_ID, EOS_ID)))
+        chosen = np.asarray(cut_tokens(doubled, 0.4, key, CONFIG.model))
         assert not chosen[::2].any() and not chosen[1::2][tokens == EOS_ID].any()
         assert 0.25 < chosen[1::2][tokens != EOS_ID].mean() < 0.55
         cut.append(np.where(chosen[1::2], 24, tokens))

@@ -1,13 +1,11 @@
-"""Label-smoothed cross-entropy, computed in chunks to avoid storing all logits; R-Drop; SimCut;
-guided alignment.
-"""
+"""Label-smoothed cross-entropy, computed in chunks to avoid storing all logits; guided alignment."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
 from transformer_jax.model.matmul import einsum
 from transformer_jax.settings.checks import Count, Fraction, checked
+from transformer_jax.training.two_passes import TwoPasses
 
 
 class LossSums(NamedTuple):
@@ -29,30 +28,6 @@ class LossSums(NamedTuple):
     nll: Array  # negative log-likelihood, nats: exp(nll / tokens) is the perplexity
     correct: Array  # number of tokens whose label has the highest logit
     tokens: Array  # number of real target tokens
-
-
-class TwoPasses(NamedTuple):
-    """Penalty alpha on the difference between two predictions p and q for each sentence pair.
-
-    R-Drop (Liang et al. 2021, equation 4) adds their cross-entropies and alpha / 2 (KL(p, q) +
-    KL(q, p)). SimCut (Gao et al. 2022, equation 6) adds twice the cross-entropy of p and twice
-    alpha KL(p, q), so half of either sum is the loss of a pair.
-    """
-
-    method: Literal["r_drop", "simcut"]
-    alpha: float
-
-    @property
-    def cross_entropy_weights(self) -> tuple[float, float]:
-        """Weights of the cross-entropies of p and q."""
-        return (1, 1) if self.method == "r_drop" else (2, 0)
-
-    @property
-    def divergence_weights(self) -> tuple[float, float]:
-        """Weights of KL(p, q) and KL(q, p)."""
-        if self.method == "r_drop":
-            return (self.alpha / 2, self.alpha / 2)
-        return (2 * self.alpha, 0)
 
 
 MAX_LOGITS: int | None = None

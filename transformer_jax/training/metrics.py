@@ -17,6 +17,7 @@ from transformer_jax.runs.progress import Progress
 from transformer_jax.settings.config import Config
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.step import StepMetrics
+from transformer_jax.training.two_passes import two_passes
 
 # TFLOP/s in dense bfloat16 matmuls, from the vendors' data sheets. The keys are patterns for JAX's
 # device_kind; the first match counts.
@@ -129,5 +130,5 @@ def training_flops(config: Config, B: int, S: int, T: int) -> float:
     F = (3 if model.is_gated else 2) * D * model.d_ff
     encoder = model.num_layers * S * (h * (2 * D + S) + F)
     decoder = model.decoder_layers * (S * D * h + T * (h * (3 * D + S + T) + F))
-    rows = B * 2 if config.training.r_drop or config.training.simcut else B
+    rows = B * 2 if two_passes(config.training) else B
     return 6 * rows * (encoder + decoder + T * D * model.vocab_size)

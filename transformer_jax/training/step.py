@@ -24,17 +24,16 @@ from transformer_jax.devices.sharding import (
     state_shardings,
     unshard_embeddings,
 )
-from transformer_jax.model.dropout import keep_mask
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.training.loss import (
     LossSums,
-    TwoPasses,
     alignment_cross_entropy,
     smoothed_cross_entropy,
 )
 from transformer_jax.training.optimizer import keep_frozen, learning_rate_schedule, make_optimizer
+from transformer_jax.training.two_passes import TwoPasses, cut_tokens, repeat_rows, two_passes
 
 Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_dict
 
@@ -89,7 +88,6 @@ class StepConfig(NamedTuple):
     steps: int  # end of the learning-rate schedule; 0 if it has none
     label_smoothing: float
     passes: TwoPasses | None = None
-    simcut_rate: float = 0.0
     freeze: tuple[str, ...] = ()
     guided_alignment: float = 0.0
 
@@ -112,18 +110,12 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     training = config.training
     optimizer = config.optimizer
     steps = training.steps if optimizer.decays_to_end else 0
-    passes = None
-    if training.r_drop:
-        passes = TwoPasses("r_drop", training.r_drop)
-    if training.simcut:
-        passes = TwoPasses("simcut", training.simcut)
     settings = StepConfig(
         config.model,
         optimizer,
         steps,
         training.label_smoothing,
-        passes,
-        training.simcut_rate,
+        two_passes(training),
         training.freeze,
         training.guided_alignment,
     )
@@ -280,13 +272,12 @@ def loss_and_sums(
     graph = abstract_model(config.model).graph
     passes = None if dropout_key is None else config.passes
     cut_BS = cut_BT = None
-    if passes:  # duplicate each row, for two dropout masks
-        batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
+    if passes:
+        batch = jax.tree.map(repeat_rows, batch)
     if dropout_key is not None and passes and passes.method == "simcut":
         dropout_key, source_key, target_key = jax.random.split(dropout_key, 3)
-        special = (config.model.pad_id, config.model.eos_id)
-        cut_BS = cut_tokens(batch.source_BS, config.simcut_rate, source_key, special)
-        cut_BT = cut_tokens(batch.target_BT, config.simcut_rate, target_key, special)
+        cut_BS = cut_tokens(batch.source_BS, passes.cut_rate, source_key, config.model)
+        cut_BT = cut_tokens(batch.target_BT, passes.cut_rate, target_key, config.model)
     # A tied matrix is used twice. With this constraint, each device adds the gradients of both uses
     # before XLA sums over devices. Otherwise, XLA would sum each gradient over devices separately.
     model = nnx.merge(graph, unshard_embeddings(parameters, mesh))
@@ -317,18 +308,6 @@ def loss_and_sums(
     if passes:
         sums = jax.tree.map(lambda x: x / 2, sums)
     return sums.loss, sums
-
-
-def cut_tokens(tokens_BL: Array, rate: float, key: Array, special: tuple[int, int]) -> Array:
-    """Choose the tokens to cut in the second pass of SimCut, which is in every second row.
-
-    Chooses each token with this probability, but not PAD and EOS, whose ids are ``special``.
-    Returns bool [B, L].
-    """
-    second_B1 = (jnp.arange(len(tokens_BL)) % 2 == 1)[:, None]
-    pad_id, eos_id = special
-    is_word_BL = (tokens_BL != pad_id) & (tokens_BL != eos_id)
-    return ~keep_mask(tokens_BL.shape, rate, key) & is_word_BL & second_B1
 
 
 def accumulated_gradients(
