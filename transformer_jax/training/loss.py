@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy, computed in chunks to avoid storing all logits; guided alignment."""
+"""Label-smoothed cross-entropy in chunks, so that all logits are never stored; guided alignment."""
 
 from __future__ import annotations
 
