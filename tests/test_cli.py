@@ -30,8 +30,15 @@ def fail(error: BaseException) -> None:
     [
         (UserError("x is 1; expected 2."), "error: x is 1; expected 2.\n"),
         (FileNotFoundError(2, "No such file or directory", "a/b"), "error: 'a/b': No such file"),
-        (FileExistsError(17, "File exists", "a" * 500), "aaa': File exists; check the path"),
-        (OSError(28, "No space left on device"), "error: No space left on device; check"),
+        (FileExistsError(17, "File exists", "a" * 500), "aaa': File exists; choose another path"),
+        (
+            OSError(28, "No space left on device"),
+            "error: No space left on device; free disk space.\n",
+        ),
+        (
+            PermissionError(13, "Permission denied", "a"),
+            "Permission denied; check its permissions.",
+        ),
         (OSError("Not a gzipped file"), "error: Not a gzipped file; check"),
         (BrokenPipeError(32, "Broken pipe"), "error: Broken pipe; check"),  # of a socket
     ],

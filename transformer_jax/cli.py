@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import select
@@ -21,6 +22,23 @@ T = TypeVar("T")
 
 ABANDONED = WeakSet[Future[Any]]()
 """Work in threads that cannot be canceled, such as compilation, and that nobody waits for."""
+
+_ANY_REMEDY = (
+    "check the path, its permissions, free disk space, limits (ulimit -a), and the network"
+)
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path, of which a part is a file",
+    errno.EISDIR: "choose a file instead of a folder",
+    errno.EEXIST: "choose another path, or remove what is there",
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or ask for a larger quota",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 def run_program(work: Callable[[], int | None]) -> int:
@@ -57,11 +75,8 @@ def run_program(work: Callable[[], int | None]) -> int:
             status = 141
         else:
             file = "" if error.filename is None else f"{short_repr(error.filename)}: "
-            print(
-                f"error: {file}{error.strerror or error}; check the path, its permissions, free "
-                "disk space, limits (ulimit -a), and the network.",
-                file=sys.stderr,
-            )
+            remedy = _REMEDIES.get(error.errno or 0, _ANY_REMEDY)
+            print(f"error: {file}{error.strerror or error}; {remedy}.", file=sys.stderr)
             status = 2
     except KeyboardInterrupt:
         status = 130

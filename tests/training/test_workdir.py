@@ -71,6 +71,15 @@ def test_a_folder_of_another_program_is_refused_and_unchanged(
     assert (everything(folder), dict(store.store)) == before
 
 
+def test_a_work_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(
+        UserError, match=r"--workdir is '.*run', which is a file; expected a folder"
+    ):
+        train(CONFIG, tmp_path / "run", devices=ONE)
+    assert (tmp_path / "run").read_text() == "mine"
+
+
 def test_a_finished_model_without_checkpoints_is_kept(tmp_path: Path) -> None:
     """Checkpoints are only for resuming, so users may delete them."""
     train(CONFIG, tmp_path / "run", devices=ONE)

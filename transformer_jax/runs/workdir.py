@@ -106,6 +106,10 @@ class Workdir:
             finished model without checkpoints, is a model folder or is not a work directory. Its
             contents are unchanged.
         """
+        if self.folder.is_file():
+            raise UserError(
+                f"--workdir is {str(self)!r}, which is a file; expected a folder, new or of a run."
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         _check_owner(self)
         busy = (
