@@ -134,8 +134,8 @@ def _check(name: str, value: Any, annotation: str) -> None:
         kind = next((kind for names, kind in _DTYPES.items() if re.search(names, stem)), "")
         if dtype and len(axes) == value.ndim and (kind[:3] in dtype or dtype == "bool"):
             return
-        given = f"{dtype} with {value.ndim} axes" if dtype else f"a {type(value).__name__}"
-        raise UserError(f"{stem} is {given}; expected {kind or 'an'} array [{', '.join(axes)}].")
+        actual = f"{dtype} with {value.ndim} axes" if dtype else f"a {type(value).__name__}"
+        raise UserError(f"{stem} is {actual}; expected {kind or 'an'} array [{', '.join(axes)}].")
     expected = _expected(value, globals().get(str(annotation).removesuffix(" | None"), Any))
     is_key = type(value).__name__ == "DropoutKeys" or dtype.startswith(("key<", "uint32"))
     if name == "dropout_key" and not is_key:
@@ -146,7 +146,8 @@ def _check(name: str, value: Any, annotation: str) -> None:
 
 def _expected(value: Any, allowed: Any) -> str | None:
     """Return a description of the allowed values, or None if ``value`` is valid."""
-    origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
+    origin = typing.get_origin(allowed)
+    arguments = typing.get_args(allowed)
     if allowed is Any:
         return None
     if origin is Annotated:

@@ -167,9 +167,11 @@ class ModelConfig(Section, prefix="model."):
             self.decoder_start_id < self.vocab_size,
             f"an id below model.vocab_size, {self.vocab_size}",
         )
-        relative, half = self.positions == "relative", self.relative_buckets // 2
-        layer, layers = self.alignment_layer or 0, self.decoder_layers
+        layer = self.alignment_layer or 0
+        layers = self.decoder_layers
         yield "alignment_layer", -layers <= layer < layers, f"-{layers} to {layers - 1}, or None"
+        relative = self.positions == "relative"
+        half = self.relative_buckets // 2
         yield "relative_buckets", not relative or half >= 2, "at least 4"
         yield (
             "relative_distance",

@@ -40,9 +40,10 @@ def load_config_file(path: str | Path) -> Config:
       UserError: the recipe or file does not exist, or has invalid settings.
       Exception: any other error of a Python file.
     """
-    name, argument = str(path), None
-    if not Path(name).exists() and (found := _WITH_ARGUMENT.fullmatch(name)):
-        name, argument = found.groups()
+    name = str(path)
+    argument = None
+    if not Path(name).exists() and (match := _WITH_ARGUMENT.fullmatch(name)):
+        name, argument = match.groups()
     path = Path(name)
     if path.name == name and not path.suffix:
         path = recipe_path(name)
