@@ -66,7 +66,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]
             found.append((fun_name, threading.current_thread().name))
 
     # do not reuse compiled functions of other tests
-    for module, name in ((step_module, "shared_functions"), (engine_module, "_compiled")):
+    for module, name in ((step_module, "shared_functions"), (engine_module, "compile_search")):
         monkeypatch.setattr(module, name, lru_cache(getattr(module, name).__wrapped__))
     jax.monitoring.register_event_duration_secs_listener(note)
     yield found

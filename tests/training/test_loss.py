@@ -389,7 +389,10 @@ def test_bfloat16_gradients_do_not_depend_on_the_size_of_chunks(backend: str) ->
         )
     *_, (d_hidden, d_matrix) = gradients
     for d_hidden_in_chunks, d_matrix_in_chunks in gradients[:-1]:
-        np.testing.assert_array_equal(d_hidden_in_chunks, d_hidden)
+        # to one bfloat16 rounding
+        np.testing.assert_allclose(
+            d_hidden_in_chunks.astype(jnp.float32), d_hidden.astype(jnp.float32), rtol=2**-7
+        )
         error = np.abs(np.asarray(d_matrix_in_chunks) - np.asarray(d_matrix)).max()
         assert error < 1e-5 * np.abs(np.asarray(d_matrix)).max()
 
