@@ -31,28 +31,33 @@ class Errors(NamedTuple):
     recall: float
 
 
-def alignment_error(found: Iterable[str], gold: Iterable[str]) -> Errors:
+def alignment_error(predicted: Iterable[str], gold: Iterable[str]) -> Errors:
     """Compare lines of links with the correct ones. Raises ``UserError`` for different numbers of
     lines.
     """
-    found, gold = list(found), list(gold)
-    if len(found) != len(gold):
-        raise UserError(f"There are {len(found)} lines of links; expected {len(gold)}, as in gold.")
+    predicted = list(predicted)
+    gold = list(gold)
+    if len(predicted) != len(gold):
+        raise UserError(
+            f"There are {len(predicted)} lines of links; expected {len(gold)}, as in gold."
+        )
     links = sure_links = right_sure = right = 0
-    for ours, correct in zip(found, gold):
-        given = set(ours.rpartition("|||")[2].split())
+    for line, correct in zip(predicted, gold):
+        predicted_links = set(line.rpartition("|||")[2].split())
         sure = {link for link in correct.split() if "-" in link}
         possible = sure | {link.replace("?", "-") for link in correct.split()}
-        links, sure_links = links + len(given), sure_links + len(sure)
-        right_sure, right = right_sure + len(given & sure), right + len(given & possible)
+        links += len(predicted_links)
+        sure_links += len(sure)
+        right_sure += len(predicted_links & sure)
+        right += len(predicted_links & possible)
     rate = 1 - (right_sure + right) / max(1, links + sure_links)
     return Errors(rate, right / max(1, links), right_sure / max(1, sure_links))
 
 
 def main(gold: str, links: str = "") -> None:
     """``gold``: file of correct alignments. ``links``: file to compare; "": standard input."""
-    found = read_lines(links or sys.stdin.buffer)
-    errors = alignment_error(found, read_lines(gold))
+    predicted = read_lines(links or sys.stdin.buffer)
+    errors = alignment_error(predicted, read_lines(gold))
     print(
         f"AER {errors.rate:.1%}, precision {errors.precision:.1%} of the links, recall "
         f"{errors.recall:.1%} of the sure links"

@@ -107,14 +107,15 @@ ONE_DEVICE = {
 
 def figures(output: Path, name: str) -> Table:
     """Read the result table of a part. Returns an empty table if the part has no results."""
-    path, summary = output / f"{name}.json", output / name / "summary.json"
+    path = output / f"{name}.json"
+    summary = output / name / "summary.json"
     if path.exists():
         return json.loads(path.read_text())["table"]
     if not summary.exists():
         return {}
     run = json.loads(summary.read_text())
-    kept = "train_seconds", "tokens_per_second"
-    return {name: {"test BLEU": run["test"]["bleu"]} | {key: run[key] for key in kept}}
+    reported = "train_seconds", "tokens_per_second"
+    return {name: {"test BLEU": run["test"]["bleu"]} | {key: run[key] for key in reported}}
 
 
 def find_devices() -> tuple[str, int]:
@@ -123,8 +124,8 @@ def find_devices() -> tuple[str, int]:
     """
     program = "import jax; print(jax.default_backend(), jax.local_device_count())"
     command = [sys.executable, "-c", program]
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-    return found[-2], int(found[-1])
+    words = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    return words[-2], int(words[-1])
 
 
 def main() -> int:
@@ -139,10 +140,12 @@ def main() -> int:
     arguments = flags.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
-    latest, states = time.monotonic() + 60 * arguments.minutes, {}
+    latest = time.monotonic() + 60 * arguments.minutes
+    states = {}
     platform, devices = find_devices()
     for name in arguments.parts:
-        part, left = PARTS[name], latest - time.monotonic()
+        part = PARTS[name]
+        left = latest - time.monotonic()
         if figures(output, name):
             states[name] = "done"
         elif platform == "cpu" and not arguments.toy:
@@ -158,8 +161,8 @@ def main() -> int:
             words += [program.toy] if arguments.toy else []
             command = " ".join(words).format(data=arguments.data, output=output, name=name).split()
             # timeout also stops child processes
-            most = str(min(left, 2 * part.seconds))
-            limited = ["timeout", "--kill-after=10", most, sys.executable, *command]
+            time_limit = str(min(left, 2 * part.seconds))
+            limited = ["timeout", "--kill-after=10", time_limit, sys.executable, *command]
             seen = ONE_DEVICE if part.devices == 1 else {}
             if part.program == "recipe":
                 seen = seen | {"JAX_COMPILATION_CACHE_DIR": str(output / "compiled")}

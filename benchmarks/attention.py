@@ -45,7 +45,8 @@ def seeing(mask_B1TS: jax.Array) -> jax.Array:
 
 def ours(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
     """Run the fused kernel, or plain attention where the model does not use the kernel."""
-    (B, T, H, K), dtype = q_BTHK.shape, q_BTHK.dtype
+    B, T, H, K = q_BTHK.shape
+    dtype = q_BTHK.dtype
     x_BTD = jax.ShapeDtypeStruct((B, T, H * K), dtype)
     query, value = (
         SimpleNamespace(kernel=jax.ShapeDtypeStruct((H * K, H, each.shape[3]), dtype), dtype=dtype)
@@ -109,19 +110,19 @@ def segments(kind: str, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
 def gradients(attention: Attention, arrays: Any, mask_B1TS: Any, weight_BTHK: Any) -> Any:
     """Compute the output, and gradients of its product with ``weight_BTHK``, in float32."""
     out_BTHK, vjp = jax.vjp(lambda *x: attention(*x, mask_B1TS), *arrays)
-    found = out_BTHK * (weight_BTHK != 0), *vjp(weight_BTHK.astype(out_BTHK.dtype))
-    return [x.astype(jnp.float32) for x in found]
+    outputs = out_BTHK * (weight_BTHK != 0), *vjp(weight_BTHK.astype(out_BTHK.dtype))
+    return [x.astype(jnp.float32) for x in outputs]
 
 
-def measure(attention: Attention, arrays: Any, others: Any, expected: Any, rounds: int) -> Any:
+def measure(attention: Attention, arrays: Any, constants: Any, expected: Any, rounds: int) -> Any:
     """Measure errors and milliseconds of one implementation."""
     run = jax.jit(partial(gradients, attention))
     arrays = [x.astype(jnp.bfloat16) for x in arrays]
-    found = jax.block_until_ready(run(arrays, *others))
+    outputs = jax.block_until_ready(run(arrays, *constants))
     begin = time.perf_counter()
-    jax.block_until_ready([run(arrays, *others) for _ in range(rounds)])
+    jax.block_until_ready([run(arrays, *constants) for _ in range(rounds)])
     seconds = (time.perf_counter() - begin) / rounds
-    errors = [float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in zip(found, expected)]
+    errors = [float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in zip(outputs, expected)]
     return dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)) | {"ms": 1e3 * seconds}
 
 
@@ -146,16 +147,16 @@ def main() -> None:
             queries_BT, keys_BS = segments(kind, rows, length)
             causal = kind == "causal"
             mask_B1TS = attention_mask(queries_BT, keys_BS, causal=causal)
-            others = mask_B1TS, weight_BTHK * (queries_BT > 0)[..., None, None]
+            constants = mask_B1TS, weight_BTHK * (queries_BT > 0)[..., None, None]
             with jax.default_matmul_precision("highest"):
-                expected = jax.jit(partial(gradients, plain))(arrays, *others)
+                expected = jax.jit(partial(gradients, plain))(arrays, *constants)
             compared: dict[str, Attention] = {"ours": ours, "plain": plain}
             if jax.default_backend() == "gpu":
                 compared["cudnn"] = cudnn
             if jax.default_backend() == "tpu" and length % 128 == 0:
                 compared["splash"] = splash(queries_BT, keys_BS, causal=causal)
             for name, attention in compared.items():
-                row = measure(attention, arrays, others, expected, arguments.rounds)
+                row = measure(attention, arrays, constants, expected, arguments.rounds)
                 table[f"{length} tokens, {kind}, {name}"] = row
     finish(table, None, arguments)
 

@@ -45,7 +45,8 @@ def chart(rows: list[Comparison], text: str, faster: str, slower: str) -> Figure
     ratios = [row.ratio for row in rows]
     axes.barh(range(len(rows)), ratios, color=[slower if ratio < 1 else faster for ratio in ratios])
     for height, row in enumerate(rows):  # to the right of the line at 1
-        place, label = (max(1, row.ratio) + 0.05, height), f"{row.ratio:g} × {row.other}"
+        place = (max(1, row.ratio) + 0.05, height)
+        label = f"{row.ratio:g} × {row.other}"
         axes.annotate(label, place, va="center", color=text, fontsize=9)
     axes.set_yticks(range(len(rows)), labels, color=text, fontsize=9)
     axes.invert_yaxis()

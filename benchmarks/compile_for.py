@@ -85,8 +85,8 @@ _TARGET = """
 def running_on(platform: str, devices: list[Any]) -> Iterator[None]:
     """Make JAX report this platform and these devices."""
     with ExitStack() as stack:
-        told = {"default_backend": lambda: platform, "device_count": lambda: len(devices)}
-        stack.enter_context(mock.patch.multiple(jax, **told))
+        replacements = {"default_backend": lambda: platform, "device_count": lambda: len(devices)}
+        stack.enter_context(mock.patch.multiple(jax, **replacements))
         if platform == "gpu":  # read by Pallas
             gpu = AbstractDevice(devices[0].device_kind, devices[0].core_count, platform)
             mesh = AbstractMesh((), (), abstract_device=gpu)
@@ -141,7 +141,8 @@ class Arguments:
 def main() -> None:
     """Compile the training step and the search, and print the report."""
     arguments = parse_flags(Arguments, defaults=config_in_flags(sys.argv[1:]))
-    config, size = arguments.settings, arguments.settings.tokenizer.vocab_size
+    config = arguments.settings
+    size = arguments.settings.tokenizer.vocab_size
     sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}
     config = replace(config, model=replace(config.model, **sizes))
     platform, devices = find_devices(arguments.device)
@@ -156,7 +157,8 @@ def main() -> None:
 
 
 def _train_step(config: Config, devices: list[Any], length: int) -> Answer:
-    mesh, batch = make_mesh(config.mesh, devices), config.batch
+    mesh = make_mesh(config.mesh, devices)
+    batch = config.batch
     packed = batch.layout == "packed"
     length = batch.row_length if packed else length
     rows = batch.tokens // length // batch.row_multiple * batch.row_multiple
@@ -168,9 +170,11 @@ def _train_step(config: Config, devices: list[Any], length: int) -> Answer:
     text, figures = _compile(lowered)
     figures |= {"rows": rows, "mesh": dict(mesh.shape), "collectives": collectives(text)}
     if jax.default_backend() != "cpu":
-        found = kernels(text)
+        compiled_kernels = kernels(text)
         on_tpu = jax.default_backend() == "tpu"
-        figures["parts"] = by_cycles(found) if on_tpu else by_part(found, H200_RATES)
+        figures["parts"] = (
+            by_cycles(compiled_kernels) if on_tpu else by_part(compiled_kernels, H200_RATES)
+        )
     return figures
 
 
@@ -179,7 +183,8 @@ def _search(config: Config, device: Any) -> Answer:
     engine = Engine(Transformer(config.model, rngs=nnx.Rngs(0)), config.decoding)
     bucket = engine.buckets[0]
     text, figures = _compile(lowered_search(engine, SingleDeviceSharding(device)))
-    every, rows = computations(text), jax.eval_shape(lambda: engine.new_rows(bucket))
+    every = computations(text)
+    rows = jax.eval_shape(lambda: engine.new_rows(bucket))
     caches = {x.shape for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4}
     copies = copied(every, in_loops(every), caches)
     return figures | {"rows": bucket.rows, "copied_caches": len(copies)}
@@ -190,17 +195,18 @@ def lowered_search(engine: Engine, sharding: Any = None) -> jax.stages.Lowered:
     bucket = engine.buckets[0]
     with jax.disable_jit():  # a function with compiler options cannot be inside another
         rows, encoded = jax.eval_shape(lambda: (engine.new_rows(bucket), engine.encode(bucket, [])))
-    given = jax.tree.map(
+    arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         (engine._weights, rows, encoded, *[np.int32(0)] * 3),
     )
-    return engine._compiled.admit_and_decode.lower(*given)
+    return engine._compiled.admit_and_decode.lower(*arguments)
 
 
 def _compile(lowered: Any) -> tuple[str, Answer]:
     begin = time.perf_counter()
     compiled = lowered.compile()
-    seconds, memory = time.perf_counter() - begin, compiled.memory_analysis()
+    seconds = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
     names = {"arguments": "argument", "temporary": "temp", "in_place": "alias"}
     sizes = {name: getattr(memory, f"{x}_size_in_bytes") / 1e6 for name, x in names.items()}
     return compiled.as_text(), {"compile_seconds": seconds, "memory_mb": sizes}

@@ -42,15 +42,16 @@ class Answer(BaseModel):
     translatedText: str
 
 
-def make_app(translate: Callable[[list[str]], list[str]], workers: int, most: int) -> FastAPI:
-    """Make an app that translates up to ``most`` waiting sentences in each of ``workers`` calls."""
-    app, waiting = FastAPI(), SimpleQueue[tuple[str, Future[str]]]()
+def make_app(translate: Callable[[list[str]], list[str]], workers: int, max_batch: int) -> FastAPI:
+    """Make an app whose ``workers`` translate up to ``max_batch`` waiting sentences per call."""
+    app = FastAPI()
+    waiting = SimpleQueue[tuple[str, Future[str]]]()
 
     def work() -> None:
         while True:
             batch = [waiting.get()]
             with suppress(Empty):
-                while len(batch) < most:
+                while len(batch) < max_batch:
                     batch.append(waiting.get_nowait())
             try:
                 texts = translate([line for line, _ in batch])

@@ -72,8 +72,10 @@ def main() -> None:
         write_text(Path(folder), arguments.pairs)
         job = vars(arguments) | {"folder": folder}
         with workers("data", ["ours"], job) as engines:
-            found = measure(engines, arguments.rounds, lambda answer: answer["built"], "pairs/s")
-    finish(*found, arguments)
+            measurements = measure(
+                engines, arguments.rounds, lambda answer: answer["built"], "pairs/s"
+            )
+    finish(*measurements, arguments)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,8 @@ def export(job: Answer) -> Engine:
     from transformer_jax.export.huggingface import export_huggingface
 
     config, model, tokenizer = load(job)
-    folder, count = Path(job["folder"]), job["sentences"]
+    folder = Path(job["folder"])
+    count = job["sentences"]
     if job["workdir"]:
         source = tokenizer.source.encode(list(islice(read_lines(job["input"]), count)))
     else:
@@ -122,12 +123,12 @@ def export(job: Answer) -> Engine:
         if job["lengths"][1]:
             lengths = rng.integers(*job["lengths"], count, endpoint=True)
         source = [rng.integers(4, config.model.vocab_size, n - 1).tolist() for n in lengths]
-    found = {
+    inputs = {
         "ids": sorted(filter(None, source), key=len, reverse=True),
         "source": tokenizer.source.tokens(range(tokenizer.source.vocab_size)),
         "target": tokenizer.target.tokens(range(tokenizer.target.vocab_size)),
     }
-    (folder / "source.json").write_text(json.dumps(found))
+    (folder / "source.json").write_text(json.dumps(inputs))
     if set(job["engines"]) & set(OTHERS):
         for write in (export_ctranslate2, export_huggingface):
             place = folder / write.__name__
@@ -248,7 +249,7 @@ def huggingface(job: Answer, ids: Ids) -> Search:
             rows = [torch.tensor([*x, EOS_ID]) for x in batch]
             input_ids = torch.nn.utils.rnn.pad_sequence(rows, True, PAD_ID).to(model.device)
             with torch.inference_mode():
-                found = model.generate(
+                generated = model.generate(
                     input_ids=input_ids,
                     attention_mask=(input_ids != PAD_ID).long(),
                     num_beams=job["beam_size"],
@@ -259,7 +260,7 @@ def huggingface(job: Answer, ids: Ids) -> Search:
                     max_new_tokens=length or 1 + len(batch[0]) + job["extra"],
                 )
             special = PAD_ID, EOS_ID
-            results += [[i for i in row if i not in special] for row in found[:, 1:].tolist()]
+            results += [[i for i in row if i not in special] for row in generated[:, 1:].tolist()]
         return results
 
     return search
@@ -313,11 +314,11 @@ def main() -> None:
             with workers("decode", ["export"], job | {"against": None}):
                 pass
             with workers("decode", arguments.engines, job) as engines:
-                found, rounds = measure(
+                rows, rounds = measure(
                     engines, arguments.rounds, lambda x: x["tokens"] / x["seconds"], "tokens/s"
                 )
         expected = next(iter(rounds[-1].values()))["outputs"]
-        for name, row in found.items():
+        for name, row in rows.items():
             pairs = list(zip(expected, rounds[-1][name]["outputs"], strict=True))
             pairs = [(a, b) for a, b in pairs if arguments.workdir or len(a) == len(b)]
             row["same"] = f"{sum(a == b for a, b in pairs):,} of {len(pairs):,}"

@@ -38,12 +38,15 @@ def words(line: str) -> set[str]:
 
 def likely_terms(pairs: Sequence[tuple[str, str]], number: int, least: int) -> dict[str, str]:
     """Return the ``number`` word pairs with the highest Dice coefficient."""
-    sources, targets, both = Counter[str](), Counter[str](), Counter[tuple[str, str]]()
+    sources = Counter[str]()
+    targets = Counter[str]()
+    both = Counter[tuple[str, str]]()
     for source, target in pairs:
-        its, others = words(source), words(target)
-        sources.update(its)
-        targets.update(others)
-        both.update((a, b) for a in its for b in others if a != b)
+        source_words = words(source)
+        target_words = words(target)
+        sources.update(source_words)
+        targets.update(target_words)
+        both.update((a, b) for a in source_words for b in target_words if a != b)
     dice = {
         (a, b): 2 * count / (sources[a] + targets[b])
         for (a, b), count in both.items()
@@ -65,15 +68,16 @@ def quality(arguments: Any, pairs: Sequence[tuple[str, str]], terms: Any) -> Tab
     translator = Translator.from_workdir(arguments.workdir, glossary=terms, **settings)
     glossary = translator.tokenized(terms, "The glossary")
     chosen = [pair for pair in pairs if glossary.found_in(pair[0])]
-    sources, references = [source for source, _ in chosen], [target for _, target in chosen]
-    found = [glossary.found_in(source) for source in sources]
-    num_terms = sum(map(len, found))
+    sources = [source for source, _ in chosen]
+    references = [target for _, target in chosen]
+    terms_of_lines = [glossary.found_in(source) for source in sources]
+    num_terms = sum(map(len, terms_of_lines))
     plain = Translator(translator.model, translator.tokenizer, translator.config)
     table: Table = {}
     lengths = []
     for name, each in (("without", plain), ("with", translator)):
         texts = each.translate(sources)
-        missing = [len(unmet(its, text)) for its, text in zip(found, texts)]
+        missing = [len(unmet(terms, text)) for terms, text in zip(terms_of_lines, texts)]
         lengths.append(sum(map(len, texts)))
         table[name] = {
             "lines with terms": len(chosen),
@@ -110,11 +114,11 @@ def speed(arguments: Any, pairs: Sequence[tuple[str, str]]) -> Table:
         ]
     best = dict.fromkeys(requests, 0.0)
     for turn in range(arguments.rounds + 1):  # the first compiles
-        for count, its in requests.items():
+        for count, lines in requests.items():
             start = time.perf_counter()
-            translator.translate(its)
+            translator.translate(lines)
             if turn:
-                best[count] = max(best[count], len(its) / (time.perf_counter() - start))
+                best[count] = max(best[count], len(lines) / (time.perf_counter() - start))
     return {
         f"{count} terms": {"lines/s": each, "relative": each / best[0]}
         for count, each in best.items()
@@ -137,8 +141,8 @@ def main() -> None:
     made.add_argument("--bleu-tokenize", default="13a")
     arguments = made.parse_args()
 
-    def read(files: Sequence[str], most: int | None = None) -> list[tuple[str, str]]:
-        return list(islice(zip(*map(read_lines, files), strict=True), most))
+    def read(files: Sequence[str], limit: int | None = None) -> list[tuple[str, str]]:
+        return list(islice(zip(*map(read_lines, files), strict=True), limit))
 
     pairs = read([arguments.input, arguments.reference], arguments.sentences)
     if arguments.glossary:

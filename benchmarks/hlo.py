@@ -31,11 +31,11 @@ _INTEGER = re.compile("add|subtract|multiply|xor|or|and|shift-left|shift-right-l
 
 def arrays(text: str) -> list[tuple[str, tuple[int, ...], int]]:
     """Parse the type, shape and bytes of arrays in HLO text such as ``(f32[8,512], bf16[8])``."""
-    found = []
+    arrays = []
     for dtype, bits, lengths in _ARRAY.findall(text):
         shape = tuple(int(n) for n in lengths.split(",") if n)
-        found.append((dtype, shape, int(bits or 8) // 8 * prod(shape)))
-    return found
+        arrays.append((dtype, shape, int(bits or 8) // 8 * prod(shape)))
+    return arrays
 
 
 class Operation(NamedTuple):
@@ -87,12 +87,12 @@ def computations(program: str) -> Program:
     """Parse the operations of each computation, by name; the entry computation is ``ENTRY``."""
     every = {}
     for text in re.split(r"\n(?=%|ENTRY)", program):
-        found = {}
+        operations = {}
         for root, name, type_, kind, operands, attributes in _OPERATION.findall(text):
             names = tuple(re.findall(r"%([\w.\-]+)", operands))
             number = int(operands) if operands.isdigit() else 0
-            found[name] = Operation(bool(root), name, type_, kind, names, attributes, number)
-        every[text.split()[0].lstrip("%")] = found
+            operations[name] = Operation(bool(root), name, type_, kind, names, attributes, number)
+        every[text.split()[0].lstrip("%")] = operations
     return every
 
 
@@ -106,10 +106,10 @@ def shares(inside: Computation) -> Callable[[str], float]:
         users = [x for x in inside.values() if name in x.operands]
         total = float(inside[name].root or not users)
         for user in users:
-            whole = user.operands[0] == name
-            if whole and user.kind in {"slice", "dynamic-slice", "gather"}:
+            is_operand = user.operands[0] == name
+            if is_operand and user.kind in {"slice", "dynamic-slice", "gather"}:
                 total += share(user.name) * user.bytes / inside[name].bytes
-            elif not (whole and user.kind in {"dynamic-update-slice", "scatter"}):  # in place
+            elif not (is_operand and user.kind in {"dynamic-update-slice", "scatter"}):  # in place
                 total += share(user.name)
         return min(1.0, total)
 
@@ -121,20 +121,23 @@ class Kernel:
 
     def __init__(self, every: Program, around: Computation, operation: Operation, launches: int):
         """``around`` is the computation that contains the operation."""
-        self.name, self.launches = operation.name, launches
+        self.name = operation.name
+        self.launches = launches
         inner = {
             name: Operation(False, name, around[name].type, "parameter", (), "", number)
             for number, name in enumerate(operation.operands)
         } | {operation.name: operation._replace(root=True)}
         if operation.kind in {"fusion", "fusion-start"}:
             inner = every[operation.calls[0]]
-        operations, share = list(inner.values()), shares(inner)
+        operations = list(inner.values())
+        share = shares(inner)
         self.reads = dict.fromkeys(operation.operands, 0.0)  # bytes
         for x in operations:
             if x.kind == "parameter":
                 self.reads[operation.operands[x.number]] += x.bytes * share(x.name)
         [root] = [x for x in operations if x.root]
-        self.written, results = 0, set()  # bytes; operations that write them
+        self.written = 0
+        results = set()  # bytes; operations that write them
         for x in [inner[x] for x in root.operands] if root.kind == "tuple" else [root]:
             while x.kind == "bitcast":  # another view of an array
                 x = inner[x.operands[0]]
@@ -148,11 +151,12 @@ class Kernel:
         # Operations that XLA adds have no name; take a neighbor's name.
         near = [operation, *reversed(operations), *(around[x] for x in operation.operands)]
         near += [x for x in around.values() if operation.name in x.operands]
-        found = (re.search(r'op_name="([^"]+)"', x.attributes) for x in near)
-        self.source = next((x[1] for x in found if x), "")
+        names = (re.search(r'op_name="([^"]+)"', x.attributes) for x in near)
+        self.source = next((x[1] for x in names if x), "")
         estimate = re.search(r'estimated_cycles":"(\d+)', operation.attributes)
         self.cycles = int(estimate[1]) if estimate else 0  # on a TPU
-        self.flops, self.kind = 0.0, "rest"
+        self.flops = 0.0
+        self.kind = "rest"
         if {"xor", "shift-right-logical"} <= {x.kind for x in operations}:
             self.kind = "random"
         elif operation.kind == "custom-call":
@@ -194,8 +198,10 @@ def kernels(program: str) -> list[Kernel]:
 
 def part(kernel: Kernel) -> str:
     """Find the part of the training step that contains a kernel."""
-    names, kind = set(re.findall(r"\w+", kernel.source)), kernel.kind
-    attention, matmul = "dot_product_attention" in names, kind in ("matmul", "weight gradient")
+    names = set(re.findall(r"\w+", kernel.source))
+    kind = kernel.kind
+    attention = "dot_product_attention" in names
+    matmul = kind in ("matmul", "weight gradient")
     rules = {
         "loss: matmuls": "loss" in names and matmul,
         "loss: rest": "loss" in names,
@@ -251,10 +257,10 @@ def in_loops(every: Program) -> set[str]:
         return [*x.calls, *re.findall(r"%([\w.\-]+)", branches)] if outside else []
 
     loops = [x for inside in every.values() for x in inside.values() if x.kind == "while"]
-    found = {name for x in loops for name in entered(x)}
-    while new := {y for name in found for x in every[name].values() for y in entered(x)} - found:
-        found |= new
-    return found
+    inside = {name for x in loops for name in entered(x)}
+    while new := {y for name in inside for x in every[name].values() for y in entered(x)} - inside:
+        inside |= new
+    return inside
 
 
 def copied(
@@ -271,13 +277,13 @@ def collectives(program: str) -> Table:
     An asynchronous collective counts once, by its ``-done``, because in some versions of XLA the
     type of its ``-start`` also includes the operands.
     """
-    found: Table = {}
+    table: Table = {}
     for result, kind in _COLLECTIVE.findall(program):
         sizes: Counter[str] = Counter()
         for dtype, _, size in arrays(result):
             sizes[f"{kind} {dtype}"] += size
         for name, size in sizes.items():
-            row = found.setdefault(name, {"count": 0, "mb": 0.0})
+            row = table.setdefault(name, {"count": 0, "mb": 0.0})
             row["count"] += 1
             row["mb"] += size / 1e6
-    return found
+    return table

@@ -75,9 +75,9 @@ def _start(module: str, name: str, job: Answer) -> None:
 
 def _work() -> Answer:
     begin = time.perf_counter()
-    found = _engine()
+    answer = _engine()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return found | {"seconds": time.perf_counter() - begin, "gb": peak}
+    return answer | {"seconds": time.perf_counter() - begin, "gb": peak}
 
 
 def measure(
@@ -91,8 +91,8 @@ def measure(
         for name, run in runs.items():
             time.sleep(_PAUSE)
             begin = time.perf_counter()
-            found = run()
-            answers[name] = {"seconds": time.perf_counter() - begin} | found
+            answer = run()
+            answers[name] = {"seconds": time.perf_counter() - begin} | answer
             shown = f"{answers[name]['seconds']:.3g} s, {speed(answers[name]):.4g} {unit}"
             print(f"round {number}  {name:<16} {shown}", file=sys.stderr, flush=True)
     speeds = {name: [speed(answers[name]) for answers in rounds[1:]] for name in runs}
@@ -153,11 +153,11 @@ def processor() -> str:
     return f"{name} ({', '.join(wide)})"
 
 
-def finish(table: Table, found: Any, arguments: argparse.Namespace) -> None:
+def finish(table: Table, rounds: Any, arguments: argparse.Namespace) -> None:
     """Print the table and the processor, and write them and all results to ``--output``."""
     if arguments.output:
         report = {"table": table, "settings": vars(arguments), "processor": processor()}
-        report["found"] = found
+        report["found"] = rounds
         arguments.output.write_text(json.dumps(report, indent=2, default=str) + "\n")
     print(f"{markdown(table)}\n\nProcessor: {processor()}")
 
@@ -175,8 +175,8 @@ def main() -> None:
     runs = {command: partial(run, command) for command in arguments.commands}
     if arguments.against:
         runs["against"] = partial(run, arguments.commands[0], arguments.against)
-    found = measure(runs, arguments.rounds, lambda answer: 1 / answer["seconds"], "runs/s")
-    finish(*found, arguments)
+    measurements = measure(runs, arguments.rounds, lambda answer: 1 / answer["seconds"], "runs/s")
+    finish(*measurements, arguments)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ class Structure(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.found, self._kept = list[str](), list[str]()
+        self.found = list[str]()
+        self._kept = list[str]()
         self.feed(text)
         self.close()
 
@@ -76,7 +77,8 @@ def words(text: str) -> list[str]:
 def sentences(translator: Translator, arguments: Arguments) -> None:
     """Print how many of the marked sentences keep their tag, and have it next to the right word."""
     lines = [line for line in read_lines(arguments.input or "") if line.strip()][: arguments.limit]
-    requests, marked = [], []
+    requests = []
+    marked = []
     for number, line in enumerate(lines):
         split = [*re.finditer(r"\w+", line)] or [*re.finditer(r"\S+", line)]
         place = split[number % len(split)]
@@ -88,18 +90,20 @@ def sentences(translator: Translator, arguments: Arguments) -> None:
         text = f'{escaped[0]}<b id="{number}">{escaped[1]}</b>{escaped[2]}'
         requests.append(Request(text, format="html"))
     start = time.perf_counter()
-    found = [each.text for each in translator.documents(requests, layer=arguments.layer)]
+    pages = [each.text for each in translator.documents(requests, layer=arguments.layer)]
     seconds = time.perf_counter() - start
     start = time.perf_counter()
     best = [translations[0] for translations in translator.stream(lines)]
     plain = time.perf_counter() - start
     scorer = Scorer(translator.model, translator.tokenizer, translator.config)
     aligned = scorer.align(list(zip(lines, best)), layer=arguments.layer)
-    present = placed = linked = same = 0
-    for number, (text, word, translation) in enumerate(zip(found, marked, aligned)):
+    present = placed = linked = unchanged = 0
+    for number, (text, word, translation) in enumerate(zip(pages, marked, aligned)):
         tag = re.fullmatch(rf'([^<]*)<b id="{number}">([^<]*)</b>([^<]*)', text)
         present += tag is not None
-        same += words(text) == words(translation.text.replace("&", "&amp;").replace("<", "&lt;"))
+        unchanged += words(text) == words(
+            translation.text.replace("&", "&amp;").replace("<", "&lt;")
+        )
         hard = translation.alignment.hard() if translation.alignment else ""
         pairs = [tuple(map(int, pair.split("-"))) for pair in hard.split()]
         targets = {j for i, j in pairs if i == word}
@@ -109,7 +113,7 @@ def sentences(translator: Translator, arguments: Arguments) -> None:
             linked += 1
             placed += bool(targets & set(range(first, first + max(1, len(tag[2].split())))))
     print(f"{len(lines)} sentences: tags present and well-formed in {present}, words unchanged in")
-    print(f"{same}; around an aligned word in {placed} of {linked} that have one ")
+    print(f"{unchanged}; around an aligned word in {placed} of {linked} that have one ")
     print(f"({placed / max(1, linked):.1%}). {seconds:.1f} s, without markup {plain:.1f} s.")
 
 
@@ -122,10 +126,10 @@ def main(arguments: Arguments) -> None:
     for page in arguments.pages:
         with open(page, encoding="utf-8", newline="") as file:
             text = file.read()
-        [found] = translator.documents([Request(text, format="html")], layer=arguments.layer)
-        before, after = (Structure(each).found for each in (text, found.text))
-        equal += (same := before == after or sorted(before) == sorted(after))
-        order = "in the same order" if before == after else "moved" if same else "DIFFERENT"
+        [translation] = translator.documents([Request(text, format="html")], layer=arguments.layer)
+        before, after = (Structure(each).found for each in (text, translation.text))
+        equal += (has_all := before == after or sorted(before) == sorted(after))
+        order = "in the has_all order" if before == after else "moved" if has_all else "DIFFERENT"
         print(f"{page}: {len(before)} parts, {order}")
     if arguments.pages:
         print(f"{equal} of {len(arguments.pages)} pages have the same tags and untranslated parts.")

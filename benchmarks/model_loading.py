@@ -43,7 +43,8 @@ def load(workdir: str) -> None:
     """Load the model and print what it took."""
     from transformer_jax import load_model, local_workdir
 
-    before, start = read_bytes(), time.perf_counter()
+    before = read_bytes()
+    start = time.perf_counter()
     load_model(local_workdir(workdir))
     seconds = time.perf_counter() - start
     print(f"{read_bytes() - before:,} bytes read, {seconds:.2f} s")

@@ -68,7 +68,8 @@ def operation_times(run: Callable[[], object]) -> tuple[Counter[str], Counter[st
 
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    times, counts = Counter[str](), Counter[str]()
+    times = Counter[str]()
+    counts = Counter[str]()
     with TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
@@ -109,13 +110,15 @@ def start_training(job: Answer) -> Engine:
     from transformer_jax import Batch, MeshConfig, batch_sharding, make_mesh
     from transformer_jax.training.step import make_step_functions
 
-    config, mesh = read_config(job), make_mesh(MeshConfig(), jax.devices()[:1])
+    config = read_config(job)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     functions = make_step_functions(config, mesh)
     pairs = (Batch(*sides) for sides in make_batches(job, config.model.vocab_size))
     batches = [jax.device_put(pair, batch_sharding(mesh)) for pair in pairs]
     state = functions.init()
     train_step = functions.train_step.lower(state, batches[0]).compile()
-    program, seconds = train_step.as_text(), 0.0
+    program = train_step.as_text()
+    seconds = 0.0
 
     def steps() -> None:
         nonlocal state, seconds
@@ -144,7 +147,8 @@ def start_search(job: Answer) -> Engine:
 
     settings = {"beam_size": 4, "length_penalty": 0.6, "length_offset": 0.0}
     translator = Translator.from_workdir(job["workdir"], batch_size=job["pairs"], **settings)
-    lines, [engine] = list(read_lines(job["input"])), translator.engines
+    lines = list(read_lines(job["input"]))
+    [engine] = translator.engines
     sentences = list(map(Sentence, translator.tokenizer.source.encode(lines)))
     bucket = engine.bucket_of(max(sentences, key=lambda sentence: len(sentence.tokens)))
     arguments = engine._weights, engine.new_rows(bucket), engine.encode(bucket, [])
@@ -155,22 +159,24 @@ def start_search(job: Answer) -> Engine:
         engine.search(sentences)
         times, counts = operation_times(lambda: engine.search(sentences))
         parts = by_part(program, times, _SEARCH)
-        whole = sum(row.total() for row in parts.values())
+        total = sum(row.total() for row in parts.values())
         [steps] = {counts[k.name] for k in kernels(program) if "/logits/" in k.source and k.flops}
-        return {"parts": parts, "milliseconds": whole, "steps": steps}
+        return {"parts": parts, "milliseconds": total, "steps": steps}
 
     return run
 
 
 def table_of(answer: Answer) -> Table:
     """Make the table of one round: milliseconds per step by part and column, and in total."""
-    steps, found, whole = answer["steps"], dict(answer["parts"]), answer["milliseconds"]
-    found["rest"] = Counter(other=whole - sum(row.total() for row in found.values()))
-    rows = sorted(found.items(), key=lambda item: -item[1].total())
+    steps = answer["steps"]
+    parts = dict(answer["parts"])
+    total = answer["milliseconds"]
+    parts["rest"] = Counter(other=total - sum(row.total() for row in parts.values()))
+    rows = sorted(parts.items(), key=lambda item: -item[1].total())
     table: Table = {}
     for name, row in rows:
         table[name] = {column: row[column] / steps for column in _COLUMNS}
-        table[name] |= {"ms": row.total() / steps, "%": 100 * row.total() / whole}
+        table[name] |= {"ms": row.total() / steps, "%": 100 * row.total() / total}
     table["all"] = {column: sum(row[column] for row in table.values()) for column in table["rest"]}
     return table
 

@@ -32,7 +32,8 @@ from flax import nnx
 from transformer_jax import DecodingConfig, Engine, Sentence, smoothed_cross_entropy
 from transformer_jax.pretrained.loading import import_huggingface
 
-SOURCE, TARGET = 24, 32
+SOURCE = 24
+TARGET = 32
 
 
 def save(shape: str, folder: Path) -> Any:
@@ -53,16 +54,18 @@ def save(shape: str, folder: Path) -> Any:
     return model
 
 
-def decoding(theirs: Any, ours: Any, batch: int, beam: int) -> dict[str, Callable[[], int]]:
+def decoding(
+    torch_model: Any, jax_model: Any, batch: int, beam: int
+) -> dict[str, Callable[[], int]]:
     """Return the search of each engine, which returns its number of output tokens."""
     ids = np.random.default_rng(0).integers(10, 10_000, (batch, SOURCE - 1))
-    eos = theirs.config.eos_token_id
+    eos = torch_model.config.eos_token_id
     inputs = torch.tensor(np.pad(ids, ((0, 0), (0, 1)), constant_values=eos))
     options = {"min_new_tokens": TARGET, "max_new_tokens": TARGET, "num_beams": beam}
 
     def generate() -> int:
         with torch.no_grad():
-            return int(theirs.generate(inputs, do_sample=False, **options)[:, 1:].numel())
+            return int(torch_model.generate(inputs, do_sample=False, **options)[:, 1:].numel())
 
     config = DecodingConfig(
         beam_size=beam,
@@ -72,28 +75,28 @@ def decoding(theirs: Any, ours: Any, batch: int, beam: int) -> dict[str, Callabl
         length_penalty=1.0,
         length_offset=0.0,
     )
-    engine = Engine(ours, config, suppress=(2,))
+    engine = Engine(jax_model, config, suppress=(2,))
     sentences = [Sentence(row.tolist()) for row in ids]
 
     def search() -> int:
-        return sum(len(found[0].tokens) + 1 for found in engine.search(sentences))
+        return sum(len(hypotheses[0].tokens) + 1 for hypotheses in engine.search(sentences))
 
     return {"transformers": generate, "ours": search}
 
 
-def training(theirs: Any, ours: Any, batch: int) -> dict[str, Callable[[], int]]:
+def training(torch_model: Any, jax_model: Any, batch: int) -> dict[str, Callable[[], int]]:
     """Return a training step of each engine, which returns its number of target tokens."""
     source, target = np.random.default_rng(1).integers(10, 10_000, (2, batch, TARGET))
-    adam = torch.optim.AdamW(theirs.parameters(), lr=1e-5, weight_decay=0.0)
-    given = {"input_ids": torch.tensor(source), "labels": torch.tensor(target)}
+    adam = torch.optim.AdamW(torch_model.parameters(), lr=1e-5, weight_decay=0.0)
+    batch_of_ids = {"input_ids": torch.tensor(source), "labels": torch.tensor(target)}
 
     def torch_step() -> int:
         adam.zero_grad()
-        theirs(**given).loss.backward()
+        torch_model(**batch_of_ids).loss.backward()
         adam.step()
         return batch * TARGET
 
-    graph, parameters = nnx.split(ours, nnx.Param)
+    graph, parameters = nnx.split(jax_model, nnx.Param)
     optimizer = optax.adam(1e-5)
 
     def loss(parameters: Any) -> jax.Array:
@@ -128,7 +131,10 @@ def compare(name: str, engines: dict[str, Callable[[], int]], rounds: int) -> No
             tokens = run()
             if number:
                 speeds[each].append(tokens / (time.perf_counter() - start))
-    ratios = [ours / theirs for ours, theirs in zip(speeds["ours"], speeds["transformers"])]
+    ratios = [
+        jax_speed / torch_speed
+        for jax_speed, torch_speed in zip(speeds["ours"], speeds["transformers"])
+    ]
     cells = [f"{statistics.median(each):,.1f}" if each else "" for each in speeds.values()]
     if ratios:
         middle = statistics.median(ratios)
@@ -153,15 +159,15 @@ def main() -> None:
     print("| | ours, tokens/s | transformers | ours / theirs |\n|---|---|---|---|")
     for shape in flags.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            theirs = save(shape, Path(folder)).eval()
-            _, ours, _ = import_huggingface(Path(folder))
+            torch_model = save(shape, Path(folder)).eval()
+            _, jax_model, _ = import_huggingface(Path(folder))
         if "decoding" in flags.parts:
             for batch in (1, 16):
                 for beam in (1, 4):
-                    engines = chosen(decoding(theirs, ours, batch, beam))
+                    engines = chosen(decoding(torch_model, jax_model, batch, beam))
                     compare(f"{shape}, batch {batch}, beam {beam}", engines, flags.rounds)
         if "training" in flags.parts:
-            engines = chosen(training(theirs, ours, 16))
+            engines = chosen(training(torch_model, jax_model, 16))
             compare(f"{shape}, training", engines, flags.rounds)
 
 

@@ -85,8 +85,11 @@ def start(command: list[str], place: Path, log: Path, stack: ExitStack) -> Serve
 
 def load(server: Server, lines: Pairs, clients: int, seconds: float) -> Answer:
     """Measure throughput, latencies and errors with concurrent clients."""
-    shared, times, faults = cycle(lines), [], Counter[str]()
-    begin, before = time.perf_counter(), server.cpu_seconds()
+    shared = cycle(lines)
+    times = []
+    faults = Counter[str]()
+    begin = time.perf_counter()
+    before = server.cpu_seconds()
 
     def client(_: int) -> None:
         with closing(HTTPConnection("127.0.0.1", server.port)) as connection:
@@ -103,10 +106,11 @@ def load(server: Server, lines: Pairs, clients: int, seconds: float) -> Answer:
 
     with ThreadPoolExecutor(clients) as threads:
         list(threads.map(client, range(clients)))
-    cuts, spent = quantiles(times, n=20), time.perf_counter() - begin
-    found = {"p50 ms": cuts[9], "p95 ms": cuts[18]}
-    found["CPU ms"] = 1e3 * (server.cpu_seconds() - before) / len(times)
-    return {"lines": len(times), "seconds": spent, **found, **faults}
+    cuts = quantiles(times, n=20)
+    spent = time.perf_counter() - begin
+    figures = {"p50 ms": cuts[9], "p95 ms": cuts[18]}
+    figures["CPU ms"] = 1e3 * (server.cpu_seconds() - before) / len(times)
+    return {"lines": len(times), "seconds": spent, **figures, **faults}
 
 
 def speed(answer: Answer) -> float:
@@ -147,7 +151,9 @@ class Peer:
 
     def __init__(self, compute_type: str, threads: int, folder: Path, stack: ExitStack):
         """Use the exported model in ``folder`` on ``threads`` cores."""
-        self.threads, self._folder, self._stack = threads, folder, stack
+        self.threads = threads
+        self._folder = folder
+        self._stack = stack
         self._command = [sys.executable, "-m", "benchmarks.ctranslate2_server"]
         self._command += ["--model", str(folder / "exported"), "--compute-type", compute_type]
         self.server = cache(self._server)
@@ -174,21 +180,21 @@ class Peer:
         runs = {
             name: partial(load, server, lines, clients, seconds) for name, server in servers.items()
         }
-        found, _ = measure(runs, 2, speed, "sentences/s")
-        best = max(found, key=lambda name: found[name]["sentences/s"])
+        table, _ = measure(runs, 2, speed, "sentences/s")
+        best = max(table, key=lambda name: table[name]["sentences/s"])
         return servers[best], best
 
 
-def compared(found: Table, rounds: list[dict[str, Answer]]) -> Table:
+def compared(table: Table, rounds: list[dict[str, Answer]]) -> Table:
     """Replace the ratios of a table: each engine of ours divided by each row's engine."""
-    for name, row in found.items():
+    for name, row in table.items():
         for key in ("ratio", "lowest", "highest"):
             del row[key]
-        for ours in [each for each in found if each in OURS]:
-            ratios = [speed(each[ours]) / speed(each[name]) for each in rounds[1:]]
+        for own in [each for each in table if each in OURS]:
+            ratios = [speed(each[own]) / speed(each[name]) for each in rounds[1:]]
             shown = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            row[f"{ours} / this"] = shown
-    return found
+            row[f"{own} / this"] = shown
+    return table
 
 
 def main() -> None:
@@ -214,8 +220,10 @@ def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> T
     from transformer_jax.data.sources import read_lines
 
     settings = export(str(arguments.workdir), folder, arguments.engines, arguments.flags)
-    servers, peers = dict[str, Server](), dict[str, Peer]()
-    pairs, table = dict[str, Pairs](), Table()
+    servers = dict[str, Server]()
+    peers = dict[str, Peer]()
+    pairs = dict[str, Pairs]()
+    table = Table()
     for name in arguments.engines:
         target = folder / f"{name}.out"
         if name in PEERS:
@@ -237,8 +245,8 @@ def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> T
         pairs.setdefault("against", pairs[name])
     for clients in arguments.clients:
         for name, peer in peers.items():
-            found = peer.fastest(pairs[name], clients, arguments.seconds / 4)
-            servers[name], settings[name] = found
+            fastest = peer.fastest(pairs[name], clients, arguments.seconds / 4)
+            servers[name], settings[name] = fastest
         for kind in ("mixed", "alike"):
             runs = {}
             for name, server in servers.items():

@@ -65,7 +65,8 @@ def ours(job: Answer) -> Engine:
     from transformer_jax import Batch, MeshConfig, batch_sharding, make_mesh
     from transformer_jax.training.step import make_step_functions
 
-    config, devices = read_config(job), jax.devices()[: job["devices"]]
+    config = read_config(job)
+    devices = jax.devices()[: job["devices"]]
     mesh = make_mesh(MeshConfig(fsdp=job["fsdp"]), devices)
     functions = make_step_functions(config, mesh)
     state = functions.init()
@@ -127,10 +128,8 @@ def torch_loss(config: Config, longest: int) -> tuple[Any, Callable[[Any, Any], 
         return functional.dropout(x_BLD, model.dropout, modules.training)
 
     def loss(source_BS: torch.Tensor, target_BT: torch.Tensor) -> torch.Tensor:
-        inputs_BT, length = (
-            functional.pad(target_BT[:, :-1], (1, 0), value=BOS_ID),
-            target_BT.shape[1],
-        )
+        inputs_BT = functional.pad(target_BT[:, :-1], (1, 0), value=BOS_ID)
+        length = target_BT.shape[1]
         hidden_BTD = transformer(
             embed(source_BS),
             embed(inputs_BT),
@@ -158,7 +157,8 @@ def pytorch(job: Answer, *, compiled: bool) -> Engine:
     device = torch.device("cuda" if cuda else "cpu")
     torch.set_num_threads(job["threads"])
     torch.manual_seed(0)
-    config, dtype = read_config(job), getattr(torch, job["dtype"])
+    config = read_config(job)
+    dtype = getattr(torch, job["dtype"])
     modules, loss = torch_loss(config, job["length"])
     modules.to(device).train()
     loss = torch.compile(loss) if compiled else loss
@@ -213,7 +213,9 @@ def main() -> None:
     job = vars(arguments)
     from transformer_jax.training.metrics import training_flops  # an older checkout has none
 
-    config, pairs, length = read_config(job), job["pairs"] * job["devices"], job["length"]
+    config = read_config(job)
+    pairs = job["pairs"] * job["devices"]
+    length = job["length"]
     tokens = job["steps"] * pairs * length
     flops = job["steps"] * training_flops(config, pairs, length, length)
     with workers("train", arguments.engines, job) as engines:
@@ -221,7 +223,8 @@ def main() -> None:
             engines, arguments.rounds, lambda x: tokens / x["seconds"], "target tokens/s"
         )
     for name, row in table.items():
-        first, seconds = rounds[0][name], tokens / row["target tokens/s"]
+        first = rounds[0][name]
+        seconds = tokens / row["target tokens/s"]
         row["ms a step"] = 1e3 * seconds / job["steps"]
         row["model TFLOP/s"] = flops / seconds / 1e12
         row["tokens/s per device"] = row["target tokens/s"] / job["devices"]

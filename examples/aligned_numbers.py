@@ -47,8 +47,8 @@ def main(
             if split != "train":
                 links += [f"{i}?{j}" for (i, _), (j, (_, meaning)) in pairs if meaning == NOTHING]
             lines.append((texts[0], texts[1], " ".join(links)))
-        for suffix, its in zip(("en", "de", "links"), zip(*lines), strict=True):
-            (folder / f"{split}.{suffix}").write_text("".join(f"{line}\n" for line in its))
+        for suffix, side in zip(("en", "de", "links"), zip(*lines), strict=True):
+            (folder / f"{split}.{suffix}").write_text("".join(f"{line}\n" for line in side))
     print(f"{folder}: {train:,} + {dev:,} + {test:,} pairs, such as", *lines[0], sep="\n  ")
 
 
@@ -56,18 +56,20 @@ def name(n: int, place: int) -> tuple[Words, Words]:
     """The names of a number from 1 to 999,999. Meanings are decimal places times ``place``."""
     for size, *words in (1000, "thousand", "tausend"), (100, "hundred", "hundert"):
         if n >= size:
-            (en, de), rest = name(n // size, 7 * size * place), n % size
+            (en, de) = name(n // size, 7 * size * place)
+            remainder = n % size
             en, de = ([*side, (word, size * place)] for side, word in zip((en, de), words))
-            en += [("and", NOTHING)] * (size == 100 and rest > 0)
-            last = name(rest, place) if rest else ([], [])
+            en += [("and", NOTHING)] * (size == 100 and remainder > 0)
+            last = name(remainder, place) if remainder else ([], [])
             return en + last[0], de + last[1]
     if n < 20:
         en, de = ([(words.split()[n - 1], place)] for words in ONES)
         return en, de
     en, de = ([(words.split()[n // 10 - 2], 10 * place)] for words in TENS)
     if n % 10:
-        one = name(n % 10, place)
-        en, de = [*en, *one[0]], [*one[1], ("und", NOTHING), *de]
+        digit = name(n % 10, place)
+        en = [*en, *digit[0]]
+        de = [*digit[1], ("und", NOTHING), *de]
     return en, de
 
 

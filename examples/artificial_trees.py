@@ -19,9 +19,11 @@ import tyro
 from transformer_jax import run_program
 
 LABELS = "SABCDEFG"  # S labels the whole sentence
-RULES, WORDS = 5, 60  # per label; per rule
+RULES = 5
+WORDS = 60  # per label; per rule
 SHAPES = ((0, 1), (0, 1), (0, 2), (1, 1))  # constituents before and after a rule's word
-DEEPEST, LENGTHS = 6, range(5, 31)  # of a tree, in levels; of a sentence, in words
+DEEPEST = 6
+LENGTHS = range(5, 31)  # of a tree, in levels; of a sentence, in words
 
 
 class Rule(NamedTuple):
@@ -32,7 +34,8 @@ class Rule(NamedTuple):
 
 def make_language(seed: int) -> dict[str, list[Rule]]:
     """Return the rules of each label; the first is a single word."""
-    draw, rules = Random(seed), {}
+    draw = Random(seed)
+    rules = {}
     for label in LABELS:
         shapes = {("", "")}
         while len(shapes) < RULES:
@@ -53,9 +56,9 @@ def make_word(draw: Random) -> str:
 
 def grow(rules: dict[str, list[Rule]], label: str, depth: int, draw: Random) -> str:
     """Return a random constituent. One-word constituents get no brackets of their own."""
-    alone, *others = rules[label]
+    alone, *longer_rules = rules[label]
     ends = depth == DEEPEST or (depth and draw.random() < 0.4)
-    rule = alone if ends else draw.choice(others)
+    rule = alone if ends else draw.choice(longer_rules)
     parts = [grow(rules, inner, depth + 1, draw) for inner in rule.before]
     parts.append(f"(XX {rule.words[int((WORDS + 1) ** draw.random()) - 1]})")
     parts += [grow(rules, inner, depth + 1, draw) for inner in rule.after]
@@ -64,7 +67,8 @@ def grow(rules: dict[str, list[Rule]], label: str, depth: int, draw: Random) -> 
 
 def make_trees(language: int, seed: int) -> Iterator[str]:
     """Yield an infinite stream of trees of 5 to 30 words."""
-    rules, draw = make_language(language), Random(seed)
+    rules = make_language(language)
+    draw = Random(seed)
     while True:
         tree = grow(rules, "S", 0, draw)
         if tree.count("(XX ") in LENGTHS:

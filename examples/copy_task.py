@@ -58,8 +58,8 @@ def main(steps: int = 500, seed: int = 0) -> None:
     sources = [tokens[: tokens.index(tj.EOS_ID)] for tokens in new]
     limits = {"max_source_length": LONGEST + 1, "max_extra_length": 5}
     engine = tj.Engine(model, tj.DecodingConfig(beam_size=1, **limits))
-    found = engine.search([tj.Sentence(tokens) for tokens in sources])
-    copies = [best.tokens for [best] in found]
+    hypotheses = engine.search([tj.Sentence(tokens) for tokens in sources])
+    copies = [best.tokens for [best] in hypotheses]
     print(f"source {sources[0]}\ncopy   {copies[0]}")
     print(f"{sum(map(list.__eq__, sources, copies))} of 200 new sequences are copied exactly")
 

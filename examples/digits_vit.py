@@ -27,7 +27,8 @@ SCHEDULE = tj.OptimizerConfig(peak_learning_rate=0.003, warmup_steps=30, decay="
 
 class VisionTransformer(nnx.Module):
     def __init__(self, config: tj.ModelConfig, *, rngs: nnx.Rngs):
-        num_tokens, D = (8 // PATCH) ** 2 + 1, config.d_model
+        num_tokens = (8 // PATCH) ** 2 + 1
+        D = config.d_model
         self.patches = nnx.Linear(PATCH * PATCH, D, rngs=rngs)
         self.first = nnx.Param(0.5 * jax.random.normal(rngs.params(), (1, 1, D)))
         # Large enough to distinguish positions from the first step on; 0.02 gives 89% accuracy.

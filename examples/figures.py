@@ -27,7 +27,8 @@ def positions() -> Figure:
 
 def schedule() -> Figure:
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes, steps = figure.subplots(), np.arange(1, 20_001)
+    axes = figure.subplots()
+    steps = np.arange(1, 20_001)
     for d_model, warmup_steps in [(512, 4000), (512, 8000), (256, 4000)]:
         settings = tj.OptimizerConfig(warmup_steps=warmup_steps)
         rate = tj.learning_rate_schedule(settings, d_model)  # counts from 0, as optax does

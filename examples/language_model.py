@@ -26,7 +26,8 @@ class LanguageModel(nnx.Module):
 
     def hidden(self, tokens_BL: jax.Array) -> jax.Array:
         """Compute hidden states that predict the next token at each position, [B, L, D]."""
-        length, real_BL = tokens_BL.shape[1], (tokens_BL != tj.PAD_ID).astype(int)
+        length = tokens_BL.shape[1]
+        real_BL = (tokens_BL != tj.PAD_ID).astype(int)
         x_BLD = self.embedding(tokens_BL, jnp.arange(length)[None], num_positions=length)
         for layer in self.layers:
             x_BLD = layer(x_BLD, tj.attention_mask(real_BL, real_BL, causal=True))
@@ -34,7 +35,8 @@ class LanguageModel(nnx.Module):
 
     def mean_loss(self, tokens_BL: jax.Array) -> jax.Array:
         before_BL = jnp.pad(tokens_BL[:, :-1], ((0, 0), (1, 0)), constant_values=tj.BOS_ID)
-        hidden_BLD, matrix_VD = self.hidden(before_BL), self.embedding.matrix[...]
+        hidden_BLD = self.hidden(before_BL)
+        matrix_VD = self.embedding.matrix[...]
         sums = tj.smoothed_cross_entropy(hidden_BLD, matrix_VD, tokens_BL, label_smoothing=0.0)
         return sums.loss / sums.tokens
 
@@ -55,7 +57,8 @@ def draw(model: LanguageModel, number: int, length: int) -> jax.Array:
         return last_BWD @ model.embedding.matrix[...].T, cache_BWL
 
     method = tj.Sampling(bos_id=tj.BOS_ID, eos_id=tj.EOS_ID, pad_id=tj.PAD_ID, beam_size=number)
-    empty_BWL, limit_B = jnp.full((1, number, length), tj.PAD_ID), jnp.array([length])
+    empty_BWL = jnp.full((1, number, length), tj.PAD_ID)
+    limit_B = jnp.array([length])
     return tj.search(method, step_fn, empty_BWL, limit_B=limit_B, max_length=length).tokens_BNL[0]
 
 

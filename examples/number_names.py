@@ -43,7 +43,8 @@ def number_names(split: str, limit: int) -> Iterator[tuple[str, str]]:
     """
     random = np.random.RandomState(0)  # its random stream never changes
     test, dev, train = np.split(random.permutation(COUNT), [HELD_OUT, 2 * HELD_OUT])
-    small, large = train[train < 2000], train[train >= 2000]
+    small = train[train < 2000]
+    large = train[train >= 2000]
     small = np.concatenate([small, np.repeat(small, np.where(small < 10, 600, 200) // (small + 1))])
     train = np.concatenate([np.repeat(small, 4), large])
     numbers = {"train": train, "dev": dev, "test": test}[split]
@@ -63,11 +64,11 @@ def styled(name: str, style: int) -> str:
 def name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:
     # num2words takes about 50 us per call. Joining the cached names of thousands and remainder
     # avoids most calls.
-    rest = n % 1000
-    if n < 1000 or not rest:
+    remainder = n % 1000
+    if n < 1000 or not remainder:
         return words(n, language)
-    joint = before_hundreds if rest >= 100 else before_rest
-    return words(n - rest, language) + joint + words(rest, language)
+    joint = before_hundreds if remainder >= 100 else before_rest
+    return words(n - remainder, language) + joint + words(remainder, language)
 
 
 @cache

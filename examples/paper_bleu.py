@@ -47,7 +47,8 @@ def moses(language: str) -> Callable[[str], str]:
     known = sorted(set(NonbreakingPrefixes().available_langs.values()))
     if language not in known:
         raise SystemExit(f"Language {language!r} is not one of {', '.join(known)}.")
-    tokenizer, punctuation = MosesTokenizer(language), MosesPunctNormalizer()
+    tokenizer = MosesTokenizer(language)
+    punctuation = MosesPunctNormalizer()
 
     def tokenize(line: str) -> str:
         text = punctuation.replace_unicode_punct(line)

@@ -23,41 +23,46 @@ SHARE = 0.3  # of a tree's constituents
 
 def recombined(parses: Iterable[Parse], seed: int) -> Iterator[Parse]:
     """Yield an infinite stream of trees from ``parses`` with swapped constituents."""
-    draw, whole = Random(seed), list(parses)
-    if not whole:
+    draw = Random(seed)
+    trees = list(parses)
+    if not trees:
         raise UserError("There are no trees; expected at least one in the files of --like.")
     alike = defaultdict[tuple[str, str], list[tuple[int, int]]](list)
-    for number, parse in enumerate(whole):
+    for number, parse in enumerate(trees):
         for place, kind in enumerate(kinds(parse)):
             alike[kind].append((number, place))
     while True:
-        tree = draw.choice(whole)
+        tree = draw.choice(trees)
         for _ in range(round(SHARE * len(tree.constituents))):
             place = draw.randrange(len(tree.constituents))
-            number, other = draw.choice(alike[kinds(tree)[place]])
-            tree = exchanged(tree, place, whole[number], other)
+            number, donor_place = draw.choice(alike[kinds(tree)[place]])
+            tree = exchanged(tree, place, trees[number], donor_place)
         yield tree
 
 
 def kinds(parse: Parse) -> list[tuple[str, str]]:
     """Return the label and parent label of each constituent."""
-    found, around = list[tuple[str, str]](), list[Constituent]()
+    kinds_of_constituents = list[tuple[str, str]]()
+    around = list[Constituent]()
     for constituent in parse.constituents:
         while around and around[-1].end <= constituent.start:
             around.pop()
-        found.append((constituent.label, around[-1].label if around else ""))
+        kinds_of_constituents.append((constituent.label, around[-1].label if around else ""))
         around.append(constituent)
-    return found
+    return kinds_of_constituents
 
 
-def exchanged(tree: Parse, place: int, donor: Parse, other: int) -> Parse:
-    """Replace constituent ``place`` of ``tree`` with constituent ``other`` of ``donor``."""
-    (_, start, end), (_, new_start, new_end) = tree.constituents[place], donor.constituents[other]
+def exchanged(tree: Parse, place: int, donor: Parse, donor_place: int) -> Parse:
+    """Replace constituent ``place`` of ``tree`` with constituent ``donor_place`` of ``donor``."""
+    _, start, end = tree.constituents[place]
+    _, new_start, new_end = donor.constituents[donor_place]
     grown = (new_end - new_start) - (end - start)
     before = [
         c._replace(end=c.end + grown) if c.end >= end else c for c in tree.constituents[:place]
     ]
-    inside = [moved(c, start - new_start) for c in donor.constituents[other:] if c.start < new_end]
+    inside = [
+        moved(c, start - new_start) for c in donor.constituents[donor_place:] if c.start < new_end
+    ]
     after = [moved(c, grown) for c in tree.constituents[place:] if c.start >= end]
     return Parse(
         tree.words[:start] + donor.words[new_start:new_end] + tree.words[end:],

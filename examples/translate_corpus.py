@@ -36,13 +36,14 @@ def main(
         check_not_input(str(output / name), input)
     output.mkdir(parents=True, exist_ok=True)
     file = output / shard.replace("/", "-of-")
-    given = ["--workdir", *workdir, "--input", input, "--output", str(file), "--resume"]
+    flags = ["--workdir", *workdir, "--input", input, "--output", str(file), "--resume"]
     search = ["--method", method]
     search += ["--beam-size", str(beam_size)] if method == "beam" else []
     search += ["--temperature", str(temperature)] if method == "sample" else []
-    if status := decode([*given, *search, "--shard", shard]):
+    if status := decode([*flags, *search, "--shard", shard]):
         raise SystemExit(status)
-    lines, count = list(read_lines(input)), int(shard.split("/")[1])
+    lines = list(read_lines(input))
+    count = int(shard.split("/")[1])
     # A shard that is still being written can end in part of a line, even of a character.
     files = [output / f"{i}-of-{count}" for i in range(count)]
     written = [file.read_bytes().split(b"\n")[:-1] if file.exists() else [] for file in files]
@@ -54,12 +55,12 @@ def main(
     translations = (
         line for row in zip_longest(*shards, fillvalue="") for line in row
     )  # padded at the end
-    kept = [pair for pair in zip(lines, translations) if fits(*pair, max_ratio)]
+    clean = [pair for pair in zip(lines, translations) if fits(*pair, max_ratio)]
     for name, side in ("source", int(swap)), ("target", int(not swap)):
         new = output / f"{name}.{shard.replace('/', '-')}.new"
-        new.write_text("".join(f"{pair[side]}\n" for pair in kept))
+        new.write_text("".join(f"{pair[side]}\n" for pair in clean))
         new.replace(output / name)
-    print(f"{output}: {len(kept):,} of {len(lines):,} pairs kept")
+    print(f"{output}: {len(clean):,} of {len(lines):,} pairs kept")
 
 
 def fits(line: str, translation: str, max_ratio: float) -> bool:
