@@ -149,7 +149,7 @@ PLAIN = 0.4, 0.3
 REPEATED_NAMES = {"main", "Arguments", "checked_flags", "local_copy", "supports"}
 REPEATED_NAMES |= {"Line"}
 # Folders that are not plain yet: lower these limits, never raise them.
-NOT_PLAIN_YET = {"settings": (0.6, 0.5)}
+NOT_PLAIN_YET: dict[str, tuple[float, float]] = {}
 # Exceptions from the limits below: shorten these lists, never extend them.
 LONG_FILES = {"transformer_jax/settings/config.py"}
 LONG_FUNCTIONS: set[str] = set()
