@@ -264,6 +264,8 @@ def test_other_xml_is_an_error(text, message):
         "one " + "<img>" * 10_000 + " two",
         *(20_000 * x for x in ("<!--", "<a ", "</", "<![", "<![x[", "<?", "&#", "<x y='")),
         "<![x[" * 10_000 + ">",
+        *(20_000 * x for x in ("{", "{{ ", "{% ", "{n, plural, ", "%d", "a@", "http://")),
+        "<p><button>" + "<b>" * 10_000 + "<div>" * 10_000,
         "one two three " * 20_000 + "<b>four</b>",
     ],
     ids=lambda text: text[:12],
@@ -371,6 +373,20 @@ MARKUP = st.sampled_from(["<b>", "</b>", "<a href='{x}'>", "</a>", "<p>", "</p>"
 @given(st.lists(PIECES | MARKUP, max_size=8))
 def test_an_unchanged_text_gives_the_same_random_document(parts):
     check_identity("".join(parts), "html")
+
+
+def test_bad_xml_takes_linear_time():
+    """Deep elements, preserved columns, and entities that grow to ten billion characters."""
+    entities = "".join(f"<!ENTITY e{i} '{f'&e{i - 1};' * 10}'>" for i in range(1, 11))
+    start = time.process_time()
+    for text in (
+        "<r>" + "<a>one " * 5_000 + "</a>" * 5_000 + "</r>",
+        "<r xml:space='preserve'>" + "one  two\n" * 5_000 + "</r>",
+        f"<!DOCTYPE r [<!ENTITY e0 'aaaaaaaaaa'>{entities}]><r>one &e10; two</r>",
+    ):
+        document = Document(text, "xml", TOKENIZER)
+        assert joined(document, *[line.text for line in document.lines]) == text
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])

@@ -12,7 +12,7 @@ _SIZE = r"(?:hh|h|ll|l|q|j|z|t|L)?"
 _CONVERSION = rf"{_SIZE}[diouxXeEfFgGcspn@]"
 
 PLACEHOLDERS = (
-    r"\{\{\{[^\n]*?\}\}\}|\{\{[^\n]*?\}\}",
+    r"\{\{\{[^{}\n]*\}\}\}|\{\{[^{}\n]*\}\}",
     r"[$%#@]?\{[^{}\s]*\}|\{ ?[\w.]+ ?\}",
     # printf: with a name or a number; any letter at the end of a word; next to letters (not 5 %ig)
     rf"%%|%(?:\(\w+\)|\d+\$){_WIDTH}{_CONVERSION}|%<\w+>(?:{_WIDTH}{_CONVERSION})?",

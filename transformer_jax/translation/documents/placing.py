@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import logging
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,6 +74,11 @@ class Target:
             units.append(Unit(copy[0], *copy.span(), is_placeholder=True))
             position = copy.end()
         self.units = units + _divided(text, position, len(text), patterns)
+        # The same text can also be in the source without being protected, as in "5%s %s".
+        self._unprotected = Counter(copies.findall(self._line.text)) - Counter(originals)
+        for unit in self.units:
+            if unit.is_placeholder and unit.text not in originals:
+                self._unprotected[unit.text] = self._line.text.count(unit.text)
 
     def _link(self, alignment: Alignment | None, tokenizer: Tokenizer) -> None:
         """Link each unit to the source unit with the strongest attention of its tokens or, without
@@ -82,15 +87,13 @@ class Target:
         sources = [unit.text for unit in self._line.units]
         targets = [unit.text for unit in self.units]
         self.strengths_T = np.ones(len(targets))
-        if alignment is None or not targets:
+        if alignment is None or not targets or min(alignment.weights_TS.shape) < 2:
             self.links_T = _relative_links(sources, targets)
             return
         row_units = np.array(token_words(tokenizer.target, alignment.target[:-1], targets), int)
         column_units = np.array(token_words(tokenizer.source, alignment.source[:-1], sources), int)
         row_units[np.array(alignment.target[:-1]) == tokenizer.target.eos_token] = -1
         weights = np.where(column_units >= 0, alignment.weights_TS[:-1, :-1], -1)
-        if not weights.size:
-            return
         best = weights.argmax(1)
         strengths = weights[np.arange(len(weights)), best]
         self.links_T = np.full(len(targets), -1)
@@ -111,6 +114,8 @@ class Target:
         for place, unit in enumerate(self.units):
             if unit.is_placeholder and waiting.get(unit.text):
                 self._copy(place, waiting[unit.text].popleft())
+            elif unit.is_placeholder and self._unprotected[unit.text] > 0:
+                self._unprotected[unit.text] -= 1
             elif unit.is_placeholder:
                 unknown.append(place)
         self.dropped = sorted(index for indices in waiting.values() for index in indices)
