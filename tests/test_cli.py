@@ -161,7 +161,7 @@ print(json.dumps(found), file=sys.stderr)
     assert json.loads(last) == dict.fromkeys(OUTPUTS, status), done.stderr
     errors = [message for message in messages if message.startswith("error: ")]
     assert len(errors) == (len(OUTPUTS) if kind == "full" else 0)
-    assert all("No space left on device; check" in error for error in errors)
+    assert all("No space left on device; free disk space" in error for error in errors)
 
 
 @dataclass(frozen=True)
