@@ -485,6 +485,7 @@ def test_what_the_model_sees(text, shown):
         ("one %1$s%2$s %{name} %(n)d", ["%1$s", "%2$s", "%{name}", "%(n)d"]),
         ("100% sure, 100%ige, 5 %ige", []),
         ("{n}px {name}さん ${x} {x} #{y} {}", ["{n}", "{name}", "${x}", "{x}", "#{y}", "{}"]),
+        ("one ${a + b} { x } {not one}", ["${a + b}", "{ x }"]),
         ("one 5%s, 3%d%s", ["%s", "%d", "%s"]),
         ("one %%s %-5.2f %lld %@", ["%%", "%-5.2f", "%lld", "%@"]),
         ("one (https://ex.org/a?b=1&amp;c), https://ex.org.", ["https://ex.org/a?b=1&amp;c", "https://ex.org"]),

@@ -13,7 +13,7 @@ _CONVERSION = rf"{_SIZE}[diouxXeEfFgGcspn@]"
 
 PLACEHOLDERS = (
     r"\{\{\{[^{}\n]*\}\}\}|\{\{[^{}\n]*\}\}",
-    r"[$%#@]?\{[^{}\s]*\}|\{ ?[\w.]+ ?\}",
+    r"[$%#@]\{[^{}\n]*\}|\{[^{}\s]*\}|\{ ?[\w.]+ ?\}",
     # printf: with a name or a number; any letter at the end of a word; before letters (not 5 %ig)
     rf"%%|%(?:\(\w+\)|\d+\$){_WIDTH}{_CONVERSION}|%<\w+>(?:{_WIDTH}{_CONVERSION})?",
     rf"%(?:{_WIDTH}[a-zA-Z@](?!\w)|(?<!\d%)(?<!\d\s%)[-+#0]*{_CONVERSION})",
