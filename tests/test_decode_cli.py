@@ -400,7 +400,7 @@ def test_defaults_that_depend_on_other_flags(workdir):
     ("flags", "message"),
     [
         (("--input", "no/such"), "'no/such': No such file or directory; check the path"),
-        (("--input", "."), "'.': Is a directory; check the path"),
+        (("--input", "."), "'.': Is a directory; choose a file instead of a folder"),
         (("--score-targets", "no/such"), "'no/such': No such file or directory"),
         (("--reference", "no/such"), "'no/such': No such file or directory"),
         (("--output", "no/such/file"), "'no/such/file': No such file or directory"),
