@@ -412,12 +412,12 @@ def test_a_run_without_an_end_is_unfinished(tmp_path, stopped_by):
 def test_text_limits_of_attention_are_inclusive(monkeypatch):
     """1,024 tokens, EOS included, are allowed; 1,025 are not."""
     config = ModelConfig()
-    assert attention._padded("text", [5] * 1023, config).shape == (1, 1024)
+    assert attention._padded("text", [5] * 1023 + [2], config).shape == (1, 1024)
     with pytest.raises(
         UserError, match="text has 1025 tokens, EOS included; expected at most 1024"
     ):
-        attention._padded("text", [5] * 1024, config)
-    padded = np.asarray(attention._padded("text", [5] * 64, config))
+        attention._padded("text", [5] * 1024 + [2], config)
+    padded = np.asarray(attention._padded("text", [5] * 64 + [2], config))
     assert padded.shape == (1, 128) and padded[0, 63:66].tolist() == [5, 2, 0]
 
 
