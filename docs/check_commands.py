@@ -26,15 +26,21 @@ def script(page: Path) -> str:
         reason, code = block.groups()
         code = re.sub(r"^git clone .*/OWNER/.*\n", "", code)  # this is a clone
         name = f"{page.relative_to(ROOT)}:{text[: block.start()].count(chr(10)) + 1}"
-        said = f"== {name}{f': not run, {reason}' if reason else ''}"
-        lines.append(f"echo {shlex.quote(said)}")
-        lines += [] if reason else ["set -x", code, "{ set +x; } 2> /dev/null"]
+        if reason:
+            lines.append(f"echo {shlex.quote(f'== {name}: not run, {reason}')}")
+        else:
+            lines.append(f"echo {shlex.quote(f'== {name}')}")
+            lines += ["set -x", code, "{ set +x; } 2> /dev/null"]
     return "\n".join(lines)
 
 
 def main() -> int:
     pages = [ROOT / name for name in sys.argv[1:]]
     pages = pages or [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+    for page in pages:
+        if not page.is_file():
+            print(f"{page} is not a file; expected a page, such as README.md.", file=sys.stderr)
+            return 2
     clone = Path(tempfile.mkdtemp(prefix="check-docs-"))
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     failed = []

@@ -9,6 +9,8 @@ import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -327,3 +329,13 @@ def test_flags_of_other_documented_commands_exist(program: str) -> None:
 def test_documented_commands_are_found() -> None:
     assert len(_training_commands()) >= 10
     assert len(_other_commands()) >= 8 and "transformer_jax.serving" in _other_commands()
+
+
+def test_commands_of_a_single_page_can_be_checked() -> None:
+    """``docs/check_commands.py PAGE`` runs the commands of that page only."""
+    program = runpy.run_path(str(ROOT / "docs" / "check_commands.py"))
+    script = program["script"](ROOT / "README.md")
+    assert re.findall(r"== ([\w./]+):", script) and "docs/tutorials/" not in script
+    command = [sys.executable, str(ROOT / "docs" / "check_commands.py"), "docs/nowhere.md"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "nowhere.md is not a file; expected a page" in done.stderr
