@@ -1,6 +1,5 @@
 """Corpus: contents, filters, worker processes, crashes, concurrent builders, corruption."""
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -29,6 +28,7 @@ from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.tokenization.special_ids import EOS_ID
+from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 NUMBERS = number_files(3000)
@@ -278,6 +278,7 @@ import os, signal, sys
 from transformer_jax.settings.config import DataConfig, PairsConfig
 from transformer_jax.data import corpus as corpora, tokenize
 from transformer_jax.data.corpus import build_corpus
+from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 if __name__ == "__main__":
@@ -520,13 +521,13 @@ def test_any_sequences_and_lengths_can_be_read(pairs, data):
         assert their_lengths.tolist() == [len(expected[side][i]) for i in some]
 
 
-def test_tokens_are_wide_enough(tmp_path, monkeypatch):
+def test_tokens_are_wide_enough(tmp_path):
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16")
     assert corpus.sides[1].tokens.dtype == np.uint16
-    wide = copy.copy(TOKENIZER.target)
-    wide._tokens = range(2**16 + 1)
-    monkeypatch.setattr(TOKENIZER, "target", wide)
-    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "32")
+    own = TOKENIZER.target.vocabulary
+    vocabulary = dataclasses.replace(own, tokens=(*own.tokens, *[""] * 2**16))
+    wide = Tokenizer(TOKENIZER.source, SubwordModel(TOKENIZER.target.model, vocabulary))
+    corpus = build_corpus(NUMBERS, wide, DataConfig(), tmp_path / "32")
     assert [side.tokens.dtype for side in corpus.sides] == [np.uint16, np.int32]
 
 
