@@ -536,6 +536,26 @@ def test_a_closed_stdout_is_an_error(workdir):
     assert done.returncode == 2 and b"error: Bad file descriptor; check the path" in done.stderr
 
 
+def test_lines_can_be_divided_into_sentences(decode, workdir):
+    text = "One two. Three five!  Two two.\n\nfive\n"
+    sentences = ["One two.", "Three five!", "Two two.", "five"]
+    translator = Translator.from_workdir(workdir)
+    first, second, third, last = translator.translate(sentences)
+    _, out, _ = decode("--split", stdin=text.encode())
+    assert [line.split() for line in out.splitlines()] == [
+        f"{first} {second}  {third}".split(),
+        [],
+        last.split(),
+    ]
+    line = json.dumps({"text": text.split("\n")[0]}).encode()
+    flags = ("--format", "jsonl", "--token-scores", "--alignments", "hard", "--split")
+    values = json.loads(decode(*flags, stdin=line)[1])
+    assert values["tokens"].count("</s>") == 3
+    assert len(values["tokens"]) == len(values["token_scores"])
+    best = [translations[0] for translations in translator.stream(sentences[:3])]
+    assert values["log_prob"] == pytest.approx(sum(each.log_prob for each in best), abs=1e-3)
+
+
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
 def test_a_document_keeps_its_first_and_last_bytes(decode, end):
     page = f"\ufeff<p><br></p>{end}".encode()

@@ -39,6 +39,9 @@ class Files(Section, prefix="--"):
     protect: tuple[str, ...] = ()
     """HTML and XML: regular expressions of more text that passes unchanged, such as '[0-9]+'.
     Placeholders such as {name}, {{x}} and %s, URLs and e-mail addresses do in any case."""
+    split: bool = False
+    """Text and JSONL: divide each line into sentences and translate each alone. By default, a line
+    is one sentence; models that were trained on sentences often translate only the first one."""
     text_field: str = "text"
     """JSONL: the field to translate. If a line has a `prefix` field, its translation begins with
     that text."""

@@ -182,6 +182,7 @@ def _translating(translator: Translator, arguments: Arguments, size: int) -> Tra
                 num_hypotheses=arguments.results.nbest,
                 window=size,
                 layer=arguments.results.alignment_layer,
+                divided=arguments.files.split or None,
                 protect=(*PLACEHOLDERS, *arguments.files.protect),
             )
             yield from zip(window, translations)

@@ -62,7 +62,8 @@ class Translation:
     text: str
     score: float
     """Ranking score: log_prob / ((c + length) / (c + 1))^alpha (``DecodingConfig``). For a line
-    translated in segments, the mean of the segments' scores.
+    translated in segments, the mean of the segments' scores; for a text of several sentences, the
+    sum.
     """
     log_prob: float
     """Natural log-probability of all tokens, EOS included."""

@@ -159,6 +159,7 @@ class Translator:
         num_hypotheses: int = 1,
         window: int | None = None,
         layer: int | None = None,
+        divided: bool | None = None,
         protect: Sequence[str] = PLACEHOLDERS,
     ) -> Iterator[list[Translation]]:
         """Translate lines, and HTML and XML documents (``Request.format``), in order. Yields the
@@ -170,10 +171,13 @@ class Translator:
         warning and NaN scores. A line of more than ``config.max_source_length`` tokens, EOS
         included, is translated in segments, with a warning.
 
+        If ``divided``, each line is divided into sentences, which are translated alone. Scores of a
+        text with several sentences are sums.
+
         Each block of a document, such as a paragraph, is divided into sentences. Inline tags go
         around the words that align with theirs (``Scorer.align``, with this ``layer``).
         ``protect`` are regular expressions of placeholders, such as ``{name}``, which do not
-        change; see ``Document``. Scores of a document are sums over its sentences.
+        change; see ``Document``.
 
         Raises:
           UserError: at the call, ``lines`` is a single line; during iteration, a line is not text,
@@ -185,7 +189,10 @@ class Translator:
             )
         check_patterns(protect, "protect")
         requests = map(Request.of, lines, count(1))
-        plans = (self.plan(request, num_hypotheses, protect=protect) for request in requests)
+        plans = (
+            self.plan(request, num_hypotheses, divided=divided, protect=protect)
+            for request in requests
+        )
         size = window or 100 * self.config.batch_size
         return chain.from_iterable(self._run(block, layer) for block in blocks(plans, size))
 
