@@ -1,8 +1,10 @@
 """Figures of a run: when it logs, evaluates and saves, and every number that it reports."""
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
+import errno
 import faulthandler
 import io
 import json
@@ -295,6 +297,35 @@ def test_exit_statuses(
     assert program.main([*flags, "--allow-changes"]) == status
     assert given == [(9, flags[1], False), (9, flags[1], True)]
     assert capsys.readouterr().err.count("error: The loss is bad.") == 2 * (status == 1)
+
+
+def test_writes_that_fail_together_print_no_tracebacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk, Orbax's event loop ends with many failed tasks."""
+
+    async def write() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def save() -> None:
+        tasks = [asyncio.create_task(write()) for _ in range(32)]
+        await asyncio.sleep(0)
+        raise OSError(errno.ENOSPC, f"No space left on device for {len(tasks)} arrays")
+
+    def pretend(*_: Any, **__: Any) -> dict[str, Any]:
+        with contextlib.suppress(OSError):
+            asyncio.run(save())
+        return {"stopped_by": None}
+
+    monkeypatch.setattr(loop, "train", pretend)
+    try:
+        assert program.main(["--workdir", str(tmp_path / "w")]) == 0
+    finally:
+        logging.getLogger("asyncio").setLevel(logging.NOTSET)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_tracebacks_are_written_after_half_an_hour_without_a_step(

@@ -74,6 +74,9 @@ def _train(argv: list[str] | None) -> int:
     enable_compilation_cache()
     if not is_first():  # only the first process logs
         logging.getLogger("transformer_jax").setLevel(logging.WARNING)
+    # Orbax writes arrays in tasks of asyncio, which would print a traceback for each task that
+    # fails on a full disk. Training reports the failed save once.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     from transformer_jax.training.loop import TrainingError, train
 
     try:
