@@ -186,7 +186,7 @@ def test_language_codes_match_in_any_case(translator: Translator) -> None:
     service = Service(dict.fromkeys(pairs, model), max_queue=4, max_characters=2000)
 
     def found(source: str, target: str) -> Pair:
-        return service.find(Query(q="", source=source, target=target))
+        return service.pairs.find(source, target)
 
     for source, target in (("zh-Hans", "pt-BR"), ("ZH-hans", "pt_br"), ("Auto", "PT-BR")):
         assert found(source, target) == pairs[0]
@@ -200,12 +200,12 @@ def test_an_error_lists_some_of_many_pairs(translator: Translator) -> None:
     pairs = [Pair(*pair) for pair in itertools.permutations(codes, 2)]
     model = make_model_to_serve(translator)
     service = Service(dict.fromkeys(pairs, model), max_queue=4, max_characters=2000)
-    assert service.find(Query(q="", source="xff", target="xab")) == Pair("xff", "xab")
+    assert service.pairs.find("xff", "xab") == Pair("xff", "xab")
     for source, target in (("en", "de"), ("auto", "xaa")):
         with pytest.raises(
             UserError, match=r"expected .*\.\.\. \(GET /languages lists all\)"
         ) as found:
-            service.find(Query(q="", source=source, target=target))
+            service.pairs.find(source, target)
         assert len(str(found.value)) < 300
 
 

@@ -99,7 +99,6 @@ def test_nothing_is_compiled_after_the_start(shared, caplog) -> None:
         for request in requests:
             [found] = asyncio.run(shared.translate(request))
             assert found.text.count("<b>") == request.text.count("<b>")
-        asyncio.run(shared.translate(" ".join(LINES), alignments=True))
     assert not [message for message in caplog.messages if "Compiling" in message]
 
 

@@ -125,7 +125,9 @@ class AsyncTranslator:
             translations = await asyncio.to_thread(part.join, hypotheses)
         else:
             translations = part.join(hypotheses)
-        if not (alignments or part.needs_alignment) or not self._can_align(part, translations):
+        if not alignments:  # a document's part is aligned only if that compiles nothing
+            alignments = part.needs_alignment and self._can_align(part, translations)
+        if not alignments:
             return translations
         pairs = [(part.request, translation) for translation in translations]
         return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
