@@ -71,7 +71,7 @@ class Arguments:
     max_characters: int = 20_000
     """Maximum number of characters in a request; longer requests get status 413."""
     protect: tuple[str, ...] = ()
-    """HTML and XML: regular expressions of more text that passes unchanged (docs/decoding.md)."""
+    """HTML and XML: regular expressions of more text that passes unchanged (docs/markup.md)."""
     max_terms: Literal[0, 1, 4, 16, 64] = 0
     """Maximum number of glossary terms in a sentence. More take longer to compile at startup."""
     timeout: float = 60.0
