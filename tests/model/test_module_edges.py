@@ -135,7 +135,7 @@ def test_axes_of_size_1_broadcast_in_masks_and_biases() -> None:
 
 
 def translate(model: Transformer, source_BS: Array) -> tuple[Array, ...]:
-    """Beam search over the model, as in docs/library.md."""
+    """Beam search over the model, as in docs/search.md."""
     mask_BS = source_BS != 0
     cache = model.start_cache(model.encode(source_BS), mask_BS, beam_size=2, max_length=8)
     result = search(
@@ -150,7 +150,7 @@ def translate(model: Transformer, source_BS: Array) -> tuple[Array, ...]:
 
 
 def exported(function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
-    """The function after a round trip through ``jax.export``, as in docs/library.md."""
+    """The function after a round trip through ``jax.export``, as in docs/own_models.md."""
     checks = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
     program = export.export(jax.jit(function), disabled_checks=checks)(*arrays)
     return export.deserialize(program.serialize()).call

@@ -1,4 +1,4 @@
-"""Export to Hugging Face's MarianMT format, which differs from Marian's own format."""
+"""Export to Hugging Face's MarianMT format (not Marian's own), or a pretrained model's class."""
 
 from __future__ import annotations
 

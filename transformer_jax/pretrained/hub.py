@@ -1,4 +1,4 @@
-"""Imports pretrained models from the Hugging Face Hub, or from folders in transformers' format."""
+"""Finds pretrained models: folders in transformers' format, or names on the Hugging Face Hub."""
 
 from __future__ import annotations
 

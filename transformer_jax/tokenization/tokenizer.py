@@ -1,4 +1,4 @@
-"""Conversion between text and token ids, with SentencePiece."""
+"""Tokenizer of a model: one for each side, and the languages; its files."""
 
 from __future__ import annotations
 
