@@ -247,7 +247,7 @@ def test_a_repetition_is_a_warning(translator, caplog):
     plan = translator.plan(Request("one", number=3, glossary={"one": "TWO"}))
     [ids] = translator.tokenizer.target.encode(["SIX SIX SIX SIX SIX TWO"])
     plan.join([[Hypothesis(ids, -1.0, -1.0, [])]])
-    assert "Line 3: the translation repeats 'SIX'. Models do this if they would" in caplog.text
+    assert "Line 3: the translation repeats 'SIX'. This happens if the model would" in caplog.text
 
 
 def test_a_long_translation_is_a_warning(translator, caplog):

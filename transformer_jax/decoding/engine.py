@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Runs the search with one model or an ensemble on one device.
 
-    A sentence's padded length and bucket depend only on its own length. Its result does not depend
-    on other sentences, nor, on a CPU in mixed precision or int8, on the number of rows.
+    A sentence's padded length and bucket depend only on its own length, and its result does not
+    depend on other sentences. Hypotheses never depend on the number of rows. On accelerators and in
+    float32, scores can differ by rounding errors with the number of rows.
 
     Attributes:
       buckets: the first takes sources of up to 128 tokens, the second up to 512 tokens with a
@@ -73,7 +74,8 @@ class Engine:
         positions = model.config.position_limit
         self.longest_source = min(config.max_source_length, positions)
         self._longest_target = partial(config.longest_target, positions=positions)
-        # XLA compiles a search with a single hypothesis to other operations.
+        # XLA compiles a search with a single hypothesis to other operations, so the result would
+        # depend on the number of rows.
         self.fewest_rows = 2 if jax.default_backend() == "cpu" and self.method.beam_size == 1 else 1
         self.buckets = make_buckets(self.longest_source, config.batch_size, self.fewest_rows)
         self._device = device
@@ -83,9 +85,9 @@ class Engine:
     def parameters(self) -> Any:
         """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
-        Assign such a dict or an ``nnx.State`` to update them, without recompilation. Arrays on the
-        device are not copied; do not donate them while they are in use here. An empty dict frees
-        the memory until the next assignment.
+        Assign such a dict or an ``nnx.State`` to update them; compiled functions are kept. Arrays
+        on the device are not copied; do not donate them while they are in use here. An empty dict
+        frees the memory until the next assignment.
         """
         return self._parameters
 
@@ -327,10 +329,10 @@ def search_together(
     """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
     engines than needed to give every sentence a row.
     """
-    bucket_of = [engines[0].bucket_of(sentence) for sentence in sentences]
+    bucket_of_sentence = [engines[0].bucket_of(sentence) for sentence in sentences]
     keys = [(np.shape(sentence.terms), -len(sentence.tokens)) for sentence in sentences]
     longest_first = sorted(range(len(sentences)), key=keys.__getitem__)
-    buckets = [bucket_of[index] for index in longest_first]
+    buckets = [bucket_of_sentence[index] for index in longest_first]
     if buckets:
         engines = engines[: -(-len(sentences) // buckets[0].rows)]
     schedulers = [

@@ -7,9 +7,10 @@ The states of a sentence::
             oldest first      in a batch row            the future has hypotheses
                                                         or an error
 
-A canceled future removes its sentence from the queue or the row. A running sentence keeps its row
-until it is finished. ``Engine.search`` submits all sentences, then calls ``run_until_idle``. A
-service calls ``Scheduler.step`` again and again, in one thread for each device.
+A waiting sentence whose future is canceled is dropped; a running one frees its row at the next
+``read``. Otherwise, a sentence keeps its row until it is finished. ``Engine.search`` submits all
+sentences, then calls ``run_until_idle``. A service calls ``Scheduler.step`` again and again, in one
+thread for each device.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class RunningBatch(ABC):
     def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
         """Assign rows to sentences of one padded length. If too few rows are idle, decode until
         enough sentences are done. Then decode up to ``max_steps`` steps, stopping early once
-        ``stop_after`` more sentences are done. May return before the device has done so.
+        ``stop_after`` more sentences are done. Returns without waiting for the device.
         """
 
     @abstractmethod
@@ -117,8 +118,8 @@ class _Waiting:
     def add(self, task: Task) -> None:
         self._tasks_of[self._bucket.length_of(task.sentence)].append(task)
 
-    def oldest(self) -> deque[Task]:
-        """Return the tasks with the padded length of the oldest task."""
+    def next_group(self) -> deque[Task]:
+        """Return the tasks that can be encoded together with the oldest task."""
         lengths = [tasks for tasks in self._tasks_of.values() if tasks]
         return min(lengths, key=lambda tasks: tasks[0].number, default=deque())
 
@@ -199,8 +200,10 @@ class Scheduler:
             num_idle = batch.num_rows - len(batch.running)
             admitted = self._admit(batch, self._num_admissible(batch, is_alone=len(busy) == 1))
             max_steps = max(STEPS_PER_READ, STEPS_PER_READ_OF_ONE_ROW // batch.num_rows)
-            if admitted and waiting and len(admitted) != num_idle:
-                max_steps = 0  # other waiting sentences can take rows first
+            # Only one padded length is admitted at a time. Fill the other rows before decoding.
+            can_admit_more = bool(waiting) and len(admitted) != num_idle
+            if admitted and can_admit_more:
+                max_steps = 0
             batch.decode(admitted, max_steps=max_steps, stop_after=max(1, batch.num_rows // 4))
             batch.read()
 
@@ -212,9 +215,10 @@ class Scheduler:
             waiting = self._waiting[batch.bucket]
             if waiting:
                 admitted = self._admit(batch, batch.encode_batch_size)
-                max_steps = 0 if waiting else _NO_LIMIT
+                is_last = not waiting
+                max_steps = _NO_LIMIT if is_last else 0
                 batch.decode(admitted, max_steps=max_steps, stop_after=_NO_LIMIT)
-                if not waiting:
+                if is_last:
                     batch.release()
                 return True
         return False
@@ -229,7 +233,7 @@ class Scheduler:
         bucket has work, a full batch of encoded sentences can wait for rows in ``decode``.
         """
         count = batch.encode_batch_size
-        is_full = len(self._waiting[batch.bucket].oldest()) >= count
+        is_full = len(self._waiting[batch.bucket].next_group()) >= count
         if is_alone and is_full and batch.num_rows == batch.bucket.rows:
             return count
         return min(count, batch.num_rows - len(batch.running))
@@ -237,7 +241,7 @@ class Scheduler:
     def _admit(self, batch: RunningBatch, count: int) -> list[Task]:
         """Take up to ``count`` waiting sentences of one padded length, the oldest first."""
         with self._changed:
-            tasks = self._waiting[batch.bucket].oldest()
+            tasks = self._waiting[batch.bucket].next_group()
             return [tasks.popleft() for _ in range(min(count, len(tasks)))]
 
 

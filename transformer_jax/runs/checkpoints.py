@@ -105,7 +105,7 @@ class Checkpoints:
         """
         self.wait()
         path = self.path(int(state.step))
-        if not broadcast_from_first(lambda: retry(self.folder, lambda: self._make_room(path))):
+        if not broadcast_from_first(lambda: retry(self.folder, lambda: self._prepare_folder(path))):
             return
         self.failure = ""
         try:
@@ -162,7 +162,7 @@ class Checkpoints:
             dev_loss=dev_loss,
         )
 
-    def _make_room(self, path: AnyPath) -> bool:
+    def _prepare_folder(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
         steps = self.steps()
         if self.failure and not steps:
@@ -182,20 +182,21 @@ class Checkpoints:
         owner = self._owner
         try:
             response.result()
-            if not is_first():  # which does the rest
+            if not is_first():  # process 0 does the rest
                 return
-            _try(owner.push_files)
+            _warn_on_failure(owner.push_files)
             owner.check_token()
             more = {"progress": progress}
             retry(path, lambda: write_manifest(path, owner.config, owner.tokenizer, more))
-            _try(lambda: self._delete_old(progress["best_step"]))
-            _try(owner.push_checkpoints)
+            _warn_on_failure(lambda: self._delete_old(progress["best_step"]))
+            _warn_on_failure(owner.push_checkpoints)
         except WorkdirTaken:
             pass  # the next save raises it in all processes
         except Exception as error:
             self._discard(path, error)
 
     def _delete_old(self, best_step: int | None) -> None:
+        """Delete checkpoints that are not kept, and the finished model of a run that continues."""
         self._owner.check_token()
         steps = self.steps()[::-1]
         steps_to_keep = averaging.kept(self.folder, steps, best_step, self._owner.config.training)
@@ -203,7 +204,7 @@ class Checkpoints:
             if step not in steps_to_keep:
                 delete_complete(self.path(step))
         model = self._owner.folder / MODEL
-        if is_model(model):  # of a finished run, which now continues
+        if is_model(model):
             delete_complete(model)
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
@@ -216,8 +217,10 @@ class Checkpoints:
         )
 
 
-def _try(work: Callable[[], None]) -> None:
-    """Delete old checkpoints or copy to the store. If that fails, log a warning and continue."""
+def _warn_on_failure(work: Callable[[], None]) -> None:
+    """Run ``work``. If it fails, log a warning, because the next checkpoint tries again. Raises
+    ``WorkdirTaken``.
+    """
     try:
         work()
     except WorkdirTaken:
@@ -228,7 +231,7 @@ def _try(work: Callable[[], None]) -> None:
 
 def _parts(state: Any) -> dict[str, Any]:
     """Return the parts of the state that Orbax saves."""
-    counters = dict(vars(state))  # and the optimizer's state
-    parts = {"parameters": counters.pop("parameters"), "rest": counters}
-    ema = counters.pop("ema")
+    rest = dict(vars(state))
+    parts = {"parameters": rest.pop("parameters"), "rest": rest}
+    ema = rest.pop("ema")
     return parts if ema is None else parts | {"ema": ema}

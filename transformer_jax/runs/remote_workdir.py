@@ -63,9 +63,9 @@ class RemoteWorkdir(Workdir):
             copy_folder(self.store / "corpus" / fingerprint, self.path("corpus") / fingerprint)
         return super().open_corpus(fingerprint)
 
-    def publish(self, corpora: Sequence[str]) -> None:
+    def publish(self, fingerprints: Sequence[str]) -> None:
         if jax.process_count() > 1:
-            for fingerprint in corpora:
+            for fingerprint in fingerprints:
                 there = self.store / "corpus" / fingerprint
                 self._push(mirror_folder, self.path("corpus") / fingerprint, there)
         self.push_files()

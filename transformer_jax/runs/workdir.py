@@ -111,7 +111,7 @@ class Workdir:
                 f"--workdir is {str(self)!r}, which is a file; expected a folder, new or of a run."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        _check_owner(self)
+        _check_is_workdir(self)
         busy = (
             f"Another run is using {str(self)!r}; wait for it to finish or choose another "
             "--workdir."
@@ -205,8 +205,12 @@ class Workdir:
         model = self.path(MODEL)
         broadcast_from_first(lambda: write_model(model, config, parameters, self.tokenizer, steps))
 
-    def publish(self, corpora: Sequence[str]) -> None:
-        """Give the other processes what process 0 built: tokenizer, logs, and these corpora."""
+    # The methods below copy files for ``RemoteWorkdir``. On a shared disk there is nothing to copy.
+
+    def publish(self, fingerprints: Sequence[str]) -> None:
+        """Give the other processes what process 0 built: tokenizer, logs, and the corpora
+        with these fingerprints.
+        """
 
     def receive(self) -> None:
         """Get what process 0 published."""
@@ -237,7 +241,7 @@ def read_token(place: AnyPath) -> str:
         raise UserError(f"{place} cannot be read: {one_line(error)}") from error
 
 
-def _check_owner(workdir: Workdir) -> None:
+def _check_is_workdir(workdir: Workdir) -> None:
     """Raise ``UserError`` if another program wrote the files in the work directory."""
     store = workdir.store
     for name in ("checkpoints", MODEL, "config.json"):

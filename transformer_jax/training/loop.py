@@ -86,7 +86,8 @@ class _Loop:
         self._reporter = reporter
         self._watchdog = watchdog
         self._meter = Meter(run.progress, list(run.mesh.devices.flat))
-        self._unread: tuple[StepMetrics, float] | None = None  # and model FLOPs, of the last step
+        # Metrics and model FLOPs of the last step, while they are on the device.
+        self._unread: tuple[StepMetrics, float] | None = None
 
     def train(self, compiled: CompileAhead) -> str | None:
         """Train until the last step, early stopping or a signal, and save the final state.
@@ -95,17 +96,15 @@ class _Loop:
         """
         run = self._run
         compiled.before_collectives(self.show)
-        # Evaluate the last saved step, even if the previous run evaluated it.
+        # A checkpoint is saved before its evaluation, so a resumed run repeats that evaluation.
         stop = self._stops_early() or (self._evaluation_due() and self._evaluate())
+        last_step = self.step if stop else self._training.steps
         batches = load_batches(
-            run.plan,
-            sharding=batch_sharding(run.mesh),
-            start=self.step,
-            stop=self.step if stop else self._training.steps,
+            run.plan, sharding=batch_sharding(run.mesh), start=self.step, stop=last_step
         )
-        if not stop and self.step < self._training.steps:
+        if self.step < last_step:
             compiled.wait(run.plan.shape(self.step), self.show)
-        # Until now, there was nothing to save, so signals ended the program.
+        # Before the first step there is nothing to save, so signals simply end the program.
         with closing(batches), closing(Profiler(run)) as profiler, Signals() as signals:
             for batch in batches:
                 self._take_step(batch, compiled, profiler)
@@ -131,7 +130,7 @@ class _Loop:
         train_step = compiled.wait(shape, self.show)
         self._watchdog.poll("step {}, {} rows of {} + {} tokens".format(self.step, *shape))
         run.state, metrics = profiler.run(train_step, self.step, run.state, batch)
-        self._read_metrics()  # of the previous step, while this one runs
+        self._read_metrics()  # of step ``self.step``, while the next one runs
         self.step += 1
         self._unread = (metrics, training_flops(run.config, *shape))
 

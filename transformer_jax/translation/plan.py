@@ -9,6 +9,7 @@
 A *line* is the whole text or, in HTML and XML, the text of a block such as a paragraph. A *part* is
 a sentence of a line, or a line that is not divided; it has a ``Translation`` of its own. A
 *segment* is as much of a part as the model translates at once: all of it, unless it is too long.
+``Sentence`` is the search's name for the tokens of a segment.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from transformer_jax.translation.tags import TagCheck
 logger = logging.getLogger(__name__)
 
 # Distance between the sampling seeds of a part's segments.
-_SEEDS = 1_000_003
-# The language that a document declares, and the number of characters in which it does.
+_SEED_STRIDE = 1_000_003
+# A document's lang attribute, which must be among the first characters.
 _LANGUAGE = re.compile(r"<[^<>]*\s(?:xml:)?lang\s*=\s*[\"']?([A-Za-z]{2,3})")
 _HEAD = 4096
 # Tokens of a translation for each token of its source and terms; more is suspicious.
@@ -60,11 +61,11 @@ class Part:
     before: str
     """Text between the previous part of the line and this one, usually whitespace."""
     segments: Sequence[Segment]
-    """None if the text is blank."""
+    """Empty if the text is blank."""
     sentences: Sequence[Sentence]
     """One for each segment."""
     after: str
-    """Text after the last segment, without a letter or digit."""
+    """Trailing text, which has no letters or digits."""
     terms: Terms
     """Terms of the glossaries that occur in the text."""
     needs_alignment: bool
@@ -94,9 +95,9 @@ class Part:
             problem = self._problem(ranked[0])
             if problem:
                 message = (
-                    "%s: the translation %s. Models do this if they would never use a term (%s); "
+                    "%s: the translation %s. This happens if the model would never choose a "
+                    "glossary term by itself (%s); shorten the term, or add alternatives."
                 )
-                message += "shorten it, or give alternatives."
                 names = short_repr(", ".join(self.terms))
                 logger.warning(message, self.request.name, problem, names)
         return ranked
@@ -204,7 +205,7 @@ class Plan:
 
     @property
     def sentences(self) -> list[Sentence]:
-        """What to search: the sentences of all parts. None if the text is blank."""
+        """What to search: the segments of all parts. Empty if the text is blank."""
         return [sentence for part in self.parts for sentence in part.sentences]
 
     def join(self, hypotheses: Sequence[Sequence[Hypothesis]]) -> list[Translation]:
@@ -296,9 +297,15 @@ class Planner:
         check_text(request.text, request.name)
         self.tags.check(request)
         own_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
-        parts = _Parts(self, request, [glossary, own_glossary], max(1, num_hypotheses))
-        parts.language = language or request.source_language or self._language_of(request)
-        plan = self._divided(parts, request, divided, protect)
+        parts = _Parts(
+            self,
+            request,
+            [glossary, own_glossary],
+            max(1, num_hypotheses),
+            language=language or request.source_language or self._language_of(request),
+            tag="" if divided is None and request.format == "text" else self._tag_of(request),
+        )
+        plan = self._make_plan(parts, request, divided, protect)
         parts.warn_of_long_parts()
         return plan
 
@@ -313,16 +320,20 @@ class Planner:
             declared = _LANGUAGE.search(request.text, 0, _HEAD)
         return declared[1] if declared else ""
 
-    def _divided(
+    def _tag_of(self, request: Request) -> str:
+        """Return the tag at the beginning of a text, with the white space around it."""
+        _, untagged = self.tokenizer.source.split_tag(request.text)
+        if untagged == request.text:
+            return ""
+        return request.text.removesuffix(untagged.lstrip())
+
+    def _make_plan(
         self, parts: _Parts, request: Request, divided: bool | None, protect: Sequence[str]
     ) -> Plan:
         is_document = request.format != "text"
         if divided is None and not is_document:
             blank = not request.text.strip()
             return Plan(request, [Line([] if blank else [parts.make(request.text)])])
-        _, untagged = self.tokenizer.source.split_tag(request.text)
-        if untagged != request.text:
-            parts.tag = request.text.removesuffix(untagged.lstrip())
         text = request.text.removeprefix(parts.tag)
         if not is_document:
             pieces = divide(text, language=parts.language) if divided else undivided(text)
@@ -348,20 +359,27 @@ class _Parts:
     """
 
     def __init__(
-        self, planner: Planner, request: Request, glossaries: list[Glossary], num_hypotheses: int
+        self,
+        planner: Planner,
+        request: Request,
+        glossaries: list[Glossary],
+        num_hypotheses: int,
+        *,
+        language: str,
+        tag: str,
     ):
-        self.language = ""
-        self.tag = ""
+        self.language = language
+        self.tag = tag
         self._planner = planner
         self._request = request
         self._glossaries = glossaries
         self._num_hypotheses = num_hypotheses
         self._affixes = request.affixes(planner.tokenizer)
         self._forced = self._affixes.before_target[: planner.tokenizer.num_free]
-        self._prefix = self._forced
+        self._prefix_ids = self._forced
         if prefix := self._encoded_prefix():
-            self._prefix = self._affixes.target(prefix)
-        self._text = request.prefix
+            self._prefix_ids = self._affixes.target(prefix)
+        self._prefix_text = request.prefix
         self._long_parts = list[tuple[int, int]]()
 
     def line(self, pieces: Divided, *, needs_alignment: bool = False) -> Line:
@@ -375,7 +393,9 @@ class _Parts:
     def make(self, source: str, before: str = "", needs_alignment: bool = False) -> Part:
         """Make the next part. Only the first has the request's prefix."""
         tokenizer = self._planner.tokenizer
-        request = dataclasses.replace(self._request, text=self.tag + source, prefix=self._text)
+        request = dataclasses.replace(
+            self._request, text=self.tag + source, prefix=self._prefix_text
+        )
         segments, after = self._segments(request)
         terms = self._terms(request.text)
         whole = len(segments) == 1
@@ -384,14 +404,14 @@ class _Parts:
             sentences.append(
                 Sentence(
                     segment.tokens,
-                    self._prefix,
-                    seed=(max(1, request.number) + _SEEDS * index) % 2**32,
+                    self._prefix_ids,
+                    seed=(max(1, request.number) + _SEED_STRIDE * index) % 2**32,
                     wanted=self._num_hypotheses,
                     terms=self._term_table(terms if whole else self._terms(segment.text)),
                 )
             )
-            self._prefix = self._forced  # the language begins every segment
-        self._text = ""
+            self._prefix_ids = self._forced  # the language begins every segment
+        self._prefix_text = ""
         return Part(
             request, source, before, segments, sentences, after, terms, needs_alignment, tokenizer
         )
