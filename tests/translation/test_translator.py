@@ -208,7 +208,9 @@ def test_each_line_and_each_segment_draws_its_own_samples(translator):
 def test_segments_are_joined_with_spaces_unless_the_script_has_none():
     texts = ("好。", "", "是", "Ja.", "Nein.")
     found = [[Hypothesis([i], -1.0, -1.0, [-0.5, -0.5])] for i in range(len(texts))]
-    target = SimpleNamespace(decode=lambda ids: texts[ids[0]], tokens=lambda ids: [texts[ids[0]]])
+    target = SimpleNamespace(
+        decode=lambda ids: texts[ids[0]], tokens=lambda ids: [texts[ids[0]]], eos_token="</s>"
+    )
     segments = [Segment(f"source {i}", [i], " " * bool(i)) for i in range(len(texts))]
     part = Part(Request(""), "", "", segments, [], "", {}, False, SimpleNamespace(target=target))
     [translation] = part.join(found)
