@@ -170,6 +170,7 @@ def test_beams_are_identical(parameters: Any, pairs: tuple[Array, Array]) -> Non
     assert len(lengths) > 4
 
 
+@pytest.mark.exhaustive
 def test_it_learns_number_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With one layer and few steps: the loss falls, and the text comes back from its tokens."""
     numbers = runpy.run_path(str(PATH.parent / "number_names.py"))
