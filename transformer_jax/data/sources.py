@@ -302,6 +302,12 @@ def _hashed(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[bytes]:
     hashes[path] = digest.hexdigest()
 
 
+def _likely_encoding(line: bytes) -> str:
+    """Name the encoding of a line that is not UTF-8: UTF-16 by its mark, or a single-byte one."""
+    is_utf_16 = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return "UTF-16" if is_utf_16 else "WINDOWS-1252"
+
+
 def _decoded(stream: Iterable[bytes], name: str, *, exact: bool = False) -> Iterator[str]:
     """Yield the lines of a stream as text. Unless ``exact``, without their endings and without a
     byte order mark.
@@ -315,7 +321,8 @@ def _decoded(stream: Iterable[bytes], name: str, *, exact: bool = False) -> Iter
             text = line.decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8. Fix the line, "
-                "or remove all invalid bytes with `iconv -c -t UTF-8`."
+                f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8. If the file has "
+                f"another encoding, convert it: iconv -f {_likely_encoding(line)} -t UTF-8. "
+                "Otherwise, fix the line."
             ) from None
         yield text
