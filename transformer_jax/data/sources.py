@@ -321,8 +321,8 @@ def _decoded(stream: Iterable[bytes], name: str, *, exact: bool = False) -> Iter
             text = line.decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8. If the file has "
-                f"another encoding, convert it: iconv -f {_likely_encoding(line)} -t UTF-8. "
+                f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8. If the file "
+                f"has another encoding, convert it: iconv -f {_likely_encoding(line)} -t UTF-8. "
                 "Otherwise, fix the line."
             ) from None
         yield text
