@@ -146,6 +146,12 @@ class SubwordModel:
                 )
         return self.ids(tokens)
 
+    def tag(self, line: str) -> str:
+        """Return the leading symbols of a line (``split_tag``) with the spaces around them."""
+        match = self._leading.match(line)
+        assert match is not None  # the match may be empty
+        return line.removesuffix(line[match.end() :].lstrip()) if match[0] else ""
+
     def split_tag(self, line: str) -> tuple[list[int], str]:
         """Split a line into the ids of its leading symbols and the remaining text.
 

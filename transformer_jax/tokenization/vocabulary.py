@@ -84,9 +84,14 @@ class Vocabulary:
         return frozenset(i for i, token in enumerate(self.tokens) if not token)
 
     @cached_property
+    def not_text_ids(self) -> frozenset[int]:
+        """Ids that text never has: PAD, BOS, EOS, and ids without a token."""
+        return self.control_ids | self.holes
+
+    @cached_property
     def hidden_ids(self) -> frozenset[int]:
         """Ids that are not text: special tokens, and ids without a token."""
-        return self.control_ids | {*self.special} | self.holes
+        return self.not_text_ids | {*self.special}
 
     def name(self, number: int) -> str:
         """Return the token with this id, or <unused_ID>."""
@@ -116,12 +121,12 @@ class Vocabulary:
 
     def without_controls(self, ids: Sequence[int]) -> list[int]:
         """Replace PAD, BOS, EOS and ids without a token by UNK, or leave them out without UNK."""
-        forbidden = self.control_ids | self.holes
-        if forbidden.isdisjoint(ids):
+        not_text = self.not_text_ids
+        if not_text.isdisjoint(ids):
             return list(ids)
         if self.unk_id is None:
-            return [number for number in ids if number not in forbidden]
-        return [self.unk_id if number in forbidden else number for number in ids]
+            return [number for number in ids if number not in not_text]
+        return [self.unk_id if number in not_text else number for number in ids]
 
     def with_tokens(self, new: Sequence[str]) -> Vocabulary:
         """Return a copy with the missing ones of ``new`` appended. Existing ids stay."""

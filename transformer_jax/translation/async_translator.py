@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,8 +77,8 @@ class AsyncTranslator:
     def start(self) -> None:
         """Compile everything, then start the search threads."""
         self.workers.start()
-        lengths = self._aligned_lengths()
-        self._scorer.align_tokens([([0] * (length - 1), [0]) for length in lengths])
+        pairs = [([0] * (length - 1), [0]) for length in self._aligned_lengths]
+        self._scorer.align_tokens(pairs)
 
     def close(self) -> None:
         """Stop the search; lines in progress fail."""
@@ -132,9 +133,10 @@ class AsyncTranslator:
         pairs = [(part.request, translation) for translation in translations]
         return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
 
+    @cached_property
     def _aligned_lengths(self) -> list[int]:
-        """Return the lengths for which alignment is compiled: those of a sentence that is searched
-        at once and of its translation.
+        """The lengths for which alignment is compiled: those of a sentence that is searched at once
+        and of its translation.
         """
         longest_source = self.translator.engines[0].longest_source
         positions = self.translator.model.config.position_limit
@@ -148,7 +150,7 @@ class AsyncTranslator:
         """Whether alignment is compiled for a part and its translations."""
         num_tokens = sum(len(sentence.tokens) for sentence in part.sentences)
         lengths = [num_tokens + 1, *(translation.length for translation in translations)]
-        return max(lengths) <= self._aligned_lengths()[-1]
+        return max(lengths) <= self._aligned_lengths[-1]
 
     def new_turns(self) -> asyncio.Semaphore:
         """Create a semaphore. Parts that share it use at most half of the rows."""

@@ -297,35 +297,30 @@ class Planner:
         check_text(request.text, request.name)
         self.tags.check(request)
         own_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
+        is_one_part = divided is None and request.format == "text"
         parts = _Parts(
             self,
             request,
             [glossary, own_glossary],
             max(1, num_hypotheses),
-            language=language or request.source_language or self._language_of(request),
-            tag="" if divided is None and request.format == "text" else self._tag_of(request),
+            language=language
+            or request.source_language
+            or self._default_language
+            or _declared_language(request),
+            tag="" if is_one_part else self.tokenizer.source.tag(request.text),
         )
         plan = self._make_plan(parts, request, divided, protect)
         parts.warn_of_long_parts()
         return plan
 
-    def _language_of(self, request: Request) -> str:
-        """Return the code of the model's default source language, or of a document's."""
+    @cached_property
+    def _default_language(self) -> str:
+        """Code of the model's default source language, if it has one."""
         languages = self.tokenizer.languages
         for code, token in languages.tokens.items():
             if token == languages.source:
                 return code
-        declared = None
-        if request.format != "text":
-            declared = _LANGUAGE.search(request.text, 0, _HEAD)
-        return declared[1] if declared else ""
-
-    def _tag_of(self, request: Request) -> str:
-        """Return the tag at the beginning of a text, with the white space around it."""
-        _, untagged = self.tokenizer.source.split_tag(request.text)
-        if untagged == request.text:
-            return ""
-        return request.text.removesuffix(untagged.lstrip())
+        return ""
 
     def _make_plan(
         self, parts: _Parts, request: Request, divided: bool | None, protect: Sequence[str]
@@ -348,6 +343,12 @@ class Planner:
                 pieces = divide(line.text, language=parts.language, copy=False)
             lines.append(parts.line(pieces, needs_alignment=bool(line.marks)))
         return Plan(request, lines, document)
+
+
+def _declared_language(request: Request) -> str:
+    """Return the code in a document's lang attribute, if it has one."""
+    declared = None if request.format == "text" else _LANGUAGE.search(request.text, 0, _HEAD)
+    return declared[1] if declared else ""
 
 
 class _Parts:

@@ -44,7 +44,7 @@ def cut(
     if len(tag_tokens) > limit // 2:  # too long for a tag
         tag_tokens = []
         untagged = text
-    tag = text.removesuffix(untagged.lstrip()) if tag_tokens else ""
+    tag = tokenizer.source.tag(text) if tag_tokens else ""
     limit -= len(tag_tokens)
     texts = list[str]()
     tokens = list[list[int]]()
