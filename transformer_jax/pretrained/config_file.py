@@ -155,7 +155,7 @@ def _single(eos: Any) -> Any:
     return eos[0] if isinstance(eos, list) and len(eos) == 1 else eos
 
 
-def matches(pattern: str, token: str) -> str:
+def language_code(pattern: str, token: str) -> str:
     """Return the language code of a token that matches ``Family.languages``, or ""."""
     match = re.fullmatch(pattern, token)
     return match[match.lastindex or 0] if match else ""

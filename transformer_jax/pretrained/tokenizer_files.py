@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformer_jax.errors import UserError, needs_extra, short_repr
-from transformer_jax.pretrained.config_file import PretrainedConfig, SpecialIds, matches
+from transformer_jax.pretrained.config_file import PretrainedConfig, SpecialIds, language_code
 from transformer_jax.pretrained.families import Family
 from transformer_jax.pretrained.files import read_json
 from transformer_jax.tokenization.languages import Languages, Layout
@@ -131,7 +131,7 @@ def _vocabulary(
     for token, i in ids.items():
         tokens[i] = token
     hidden = {ids[token] for token in files.special_tokens if token in ids}
-    languages = {i for token, i in ids.items() if matches(config.family.languages, token)}
+    languages = {i for token, i in ids.items() if language_code(config.family.languages, token)}
     if isinstance(files.segmenters[0], JsonSegmenter):
         hidden |= files.segmenters[0].special_ids
     else:
@@ -240,7 +240,7 @@ def _language_tokens(files: TokenizerFiles, config: PretrainedConfig) -> dict[st
     has_codes = False
     more = {*files.more_tokens} if files.kind in _LAYOUTS else set[str]()
     for token in sorted(ids, key=ids.__getitem__):
-        code = matches(config.family.languages, token)
+        code = language_code(config.family.languages, token)
         has_codes = has_codes or bool(code)
         if not code and token in more and not token.startswith(("<", "[")):
             code = token.removeprefix("__").removesuffix("__")
