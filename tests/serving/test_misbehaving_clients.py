@@ -177,7 +177,10 @@ def exchange(port: int, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("line", [LINES[3], " ".join(LINES[:30])], ids=["short", "long"])
-def test_a_half_closed_client_gets_its_answer(server: Server, line: str) -> None:
+def test_a_half_closed_client_gets_its_answer(
+    server: Server, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Protocol, "probe_interval", 1e-3)
     reply = exchange(server.port, request_bytes("/translate", query(q=line, split=False)))
     *_, head, body = reply.split(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ") and reply.startswith(b"HTTP/1.1 100 ")
