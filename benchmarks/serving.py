@@ -233,13 +233,14 @@ def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> T
             decode = [sys.executable, "decode.py", "--workdir", str(folder / name)]
             files = ["--input", str(arguments.input), "--output", str(target)]
             subprocess.run([*decode, *files], cwd=ROOT, check=True)
-            places = {name: ROOT}
+            checkouts = {name: (ROOT, folder / name)}
             if arguments.against and "against" not in servers:
-                places["against"] = arguments.against
-            for each, place in places.items():
+                # Another version may not read a folder that this one wrote.
+                checkouts["against"] = (arguments.against, arguments.workdir)
+            for server, (checkout, workdir) in checkouts.items():
                 command = [sys.executable, "-m", "transformer_jax.serving", "--languages=en-de"]
-                command += ["--workdir", str(folder / name)]
-                servers[each] = start(command, place, folder / f"{each}.log", stack)
+                command += ["--workdir", str(workdir)]
+                servers[server] = start(command, checkout, folder / f"{server}.log", stack)
         expected = zip(read_lines(str(arguments.input)), read_lines(str(target)), strict=True)
         pairs[name] = list(expected)
         pairs.setdefault("against", pairs[name])
