@@ -194,7 +194,7 @@ def test_the_url_overrides_files_unless_this_machine_wrote_last(
     assert other.checkpoints.steps() == [2, 4]
     checkpoint(other, 5, "array 5")
     push(other)
-    for work in (saved.check_token, saved.push_files, saved.push_checkpoints):
+    for work in (saved.check_claim, saved.push_files, saved.push_checkpoints):
         with pytest.raises(UserError, match="another run has started in memory:"):
             work()
     saved.pull()
@@ -222,13 +222,13 @@ def test_a_work_directory_is_pulled_unless_this_machine_wrote_last(here, there, 
     monkeypatch.setattr(remote_workdir, "mirror_checkpoints", lambda *_, **__: None)
     workdir.pull()
     assert bool(pulled) == (here is None or here != there)
-    workdir.token = "a"
+    workdir.claim_id = "a"
     if there == "a":
-        workdir.check_token()
+        workdir.check_claim()
         workdir.join("a")
     else:
         with pytest.raises(UserError, match="another run has started"):
-            workdir.check_token()
+            workdir.check_claim()
 
 
 def test_a_run_ends_when_another_starts_at_its_url(tmp_path, monkeypatch):

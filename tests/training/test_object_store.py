@@ -124,20 +124,20 @@ def test_a_store_that_fails_while_the_run_saves(
             if next(calls) % 2:  # not the first one, at the start of the run
                 failures.append(name)
                 error = ConnectionError("503 Service Unavailable")
-                if name == "check_token":  # which wraps the store's errors
+                if name == "check_claim":  # which wraps the store's errors
                     raise UserError(f"{url} cannot be read: {error}") from error
                 raise error
             return function(*args, **named)
 
         monkeypatch.setattr(target, name, call)
 
-    sometimes_failing(Workdir, "check_token")
+    sometimes_failing(Workdir, "check_claim")
     sometimes_failing(checkpoints_module, "complete_steps")
     sometimes_failing(checkpoints_module, "write_manifest")
     train(steps(6), url, devices=ONE)
     monkeypatch.undo()
     assert complete_steps(remote_path(url) / "checkpoints") == [3, 6]
-    assert set(failures) == {"check_token", "complete_steps", "write_manifest"}
+    assert set(failures) == {"check_claim", "complete_steps", "write_manifest"}
     assert "failed (503 Service Unavailable); retrying." in caplog.text
     train(steps(8), url, devices=ONE)
     assert complete_steps(remote_path(url) / "checkpoints") == [3, 6, 8]

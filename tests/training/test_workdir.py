@@ -99,7 +99,7 @@ def test_runs_that_share_a_corpus_folder_keep_each_others_unfinished_files(tmp_p
         run.folder.mkdir()
         (run.folder / "corpus").symlink_to(shared)
         with run.open(CONFIG):
-            unfinished |= written(shared, f"tmp-{run.token}-x/part")
+            unfinished |= written(shared, f"tmp-{run.claim_id}-x/part")
     mine, theirs = unfinished
     with Workdir(runs[0].folder).open(CONFIG):  # it resumes after SIGKILL
         assert not mine.exists() and theirs.read_text()
@@ -192,7 +192,7 @@ def test_a_model_in_flight_is_not_completed_once_another_run_has_started(
     open_ = store.open
 
     def slow(path: str, mode: str = "rb", **options: Any) -> Any:
-        if "/model/" in path and mode == "wb" and not other.token:
+        if "/model/" in path and mode == "wb" and not other.claim_id:
             other.claim()
         return open_(path, mode, **options)
 
@@ -201,7 +201,7 @@ def test_a_model_in_flight_is_not_completed_once_another_run_has_started(
     with pytest.raises(UserError, match="Stopping because another run has started in"):
         train(CONFIG, URL, devices=ONE)
     names = {path.removeprefix("/bucket/run/") for path in store.find("/bucket/run")}
-    assert other.token and not names & {"model/manifest.json", "summary.json"}
+    assert other.claim_id and not names & {"model/manifest.json", "summary.json"}
 
 
 def test_temporary_names_of_one_process_differ(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from transformer_jax.settings.config import DataConfig, PairsConfig
 from transformer_jax.storage.files import MANIFEST, checksums, remove_folder
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TEMPORARY = "tmp-"
 _SIDES = ("source", "target", "links")
@@ -109,14 +109,14 @@ def build_corpus(
     bpe_dropout: float = 0.0,
     num_samples: int = 1,
     seed: int = 0,
-    token: str = "",
+    run_id: str = "",
 ) -> Corpus:
     """Tokenize ``text`` into ``directory``, or open the corpus if it already exists there.
 
     Drops pairs that are empty or too long. Raises ``UserError`` if no pairs remain. With
     ``bpe_dropout`` (see ``SubwordModel.encode``), the corpus contains each pair ``num_samples``
     times, each time in a newly drawn segmentation. The result does not depend on ``data.workers``.
-    The name of the unfinished corpus contains ``token``.
+    The name of the unfinished corpus contains ``run_id``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
@@ -129,11 +129,11 @@ def build_corpus(
     if corpus is not None:
         return corpus
     try:
-        corpus = _build(text, job, directory, token)
+        corpus = _build(text, job, directory, run_id)
     except OSError as error:  # for example a full disk
         error.filename = error.filename or str(directory)
         raise
-    _log.info("%s of %s pairs pass the filters.", f"{corpus.num_pairs:,}", f"{corpus.num_read:,}")
+    logger.info("%s of %s pairs pass the filters.", f"{corpus.num_pairs:,}", f"{corpus.num_read:,}")
     return corpus
 
 
@@ -155,9 +155,9 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         return None
 
 
-def _build(text: ParallelText, job: TokenizeJob, directory: Path, token: str) -> Corpus:
+def _build(text: ParallelText, job: TokenizeJob, directory: Path, run_id: str) -> Corpus:
     """Write the corpus under a temporary name and rename it when complete."""
-    prefix = f"{TEMPORARY}{token}-"
+    prefix = f"{TEMPORARY}{run_id}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as temporary:
         folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
         folder.mkdir()
@@ -165,7 +165,7 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path, token: str) ->
         fingerprint = job.fingerprint(text)  # the text may have changed since it was opened
         final = directory / fingerprint
         if final.exists() and open_corpus(directory, fingerprint) is None:
-            _log.warning("The tokenized corpus %s is corrupt; rebuilding it.", final)
+            logger.warning("The tokenized corpus %s is corrupt; rebuilding it.", final)
             remove_folder(final)
         try:
             folder.rename(final)

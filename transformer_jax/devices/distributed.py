@@ -26,7 +26,7 @@ from transformer_jax.devices.machine import find_devices
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.settings.config import Processes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def start(settings: Processes) -> None:
     if address is not None and not re.fullmatch(r".+:\d+", address):
         raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
     if settings.process_id == 0:
-        log.info("Process 0: waiting up to %d s for all processes at %s.", timeout, address)
+        logger.info("Process 0: waiting up to %d s for all processes at %s.", timeout, address)
     with _ended_after(timeout):
         try:
             jax.distributed.initialize(
@@ -79,7 +79,7 @@ def start(settings: Processes) -> None:
             "one process for each device (nvidia-smi lists NVIDIA GPUs, CUDA_VISIBLE_DEVICES hides "
             "some), or set JAX_PLATFORMS=cpu to train on CPUs."
         )
-    log.info(
+    logger.info(
         "Process %d of %d; %d of %d devices.",
         number,
         count,

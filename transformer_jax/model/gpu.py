@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from transformer_jax.model.dropout import threshold
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def runs_kernels() -> bool:
@@ -43,7 +43,7 @@ def _has_triton() -> bool:
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError as error:
-        _log.warning(
+        logger.warning(
             "jax %s does not have Pallas' Triton backend (%s), which is deprecated in JAX. The "
             "fused GPU kernels are off; training and decoding give the same results, but slower.",
             jax.__version__,

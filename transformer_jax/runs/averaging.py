@@ -19,7 +19,7 @@ from transformer_jax.runs.manifest import config_of
 from transformer_jax.settings.config import TrainingConfig
 from transformer_jax.storage.files import AnyPath
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def kept(
@@ -52,7 +52,7 @@ def choose(
     if training.average != "auto":
         chains = chains[-1:] if stopped_early else chains[:1]
     elif dev_loss is None:
-        log.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
+        logger.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
         chains = [steps[:1]]
     if sum(map(len, chains)) == 1:
         dev_loss = None  # nothing to compare
@@ -65,7 +65,7 @@ def choose(
     if training.average == "auto":
         return list(best[1]), best[2]
     if best[0] < loss:
-        log.info(
+        logger.info(
             "On the dev set, the %s is better (loss %.4f) than the average of %d (%.4f); run "
             "again with --training.average auto to use it.",
             *(described(best[1]), best[0], len(chain), loss),

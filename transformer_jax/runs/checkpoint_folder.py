@@ -29,7 +29,7 @@ from transformer_jax.runs.manifest import config_of, corruption, read_manifest
 from transformer_jax.storage.files import MANIFEST, AnyPath, files_in, is_checkpoint
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PARAMETERS = "model.safetensors"
 """Name of a model folder's parameters."""
@@ -56,7 +56,7 @@ def newest_intact(checkpoints: AnyPath) -> int | None:
         path = checkpoints / checkpoint_name(step)
         if not (reason := corruption(path)):
             return step
-        log.warning("Checkpoint %s is corrupt (%s); trying the previous checkpoint.", path, reason)
+        logger.warning("Checkpoint %s is corrupt (%s); trying the previous checkpoint.", path, reason)
     if steps:
         raise UserError(
             f"All {len(steps)} checkpoints in {checkpoints} are corrupt. Restore one from a "

@@ -38,7 +38,7 @@ from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import MANIFEST, MODEL, AnyPath, remove_folder, retry
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 State = TypeVar("State")
 """Training state: a dataclass of arrays with fields ``step``, ``parameters`` and ``ema``."""
@@ -57,7 +57,7 @@ class Owner(Protocol):
     config: Config
     tokenizer: Tokenizer
 
-    def check_token(self) -> None:
+    def check_claim(self) -> None:
         """Raise ``WorkdirTaken`` if another run has started in the work directory."""
 
     def push_files(self) -> None:
@@ -132,7 +132,7 @@ class Checkpoints:
         self.wait()
 
         def is_complete() -> bool:
-            self._owner.check_token()
+            self._owner.check_claim()
             return step in self.steps()
 
         return broadcast_from_first(is_complete)
@@ -171,7 +171,7 @@ class Checkpoints:
                 "Stopping because there is no checkpoint to resume from. Free disk space "
                 "and run the same command again to start from scratch."
             )
-        self._owner.check_token()
+        self._owner.check_claim()
         if int(path.name) in steps:
             return False
         remove_folder(path)  # left by a failed save, or a link
@@ -185,7 +185,7 @@ class Checkpoints:
             if not is_first():  # process 0 does the rest
                 return
             _warn_on_failure(owner.push_files)
-            owner.check_token()
+            owner.check_claim()
             more = {"progress": progress}
             retry(path, lambda: write_manifest(path, owner.config, owner.tokenizer, more))
             _warn_on_failure(lambda: self._delete_old(progress["best_step"]))
@@ -197,7 +197,7 @@ class Checkpoints:
 
     def _delete_old(self, best_step: int | None) -> None:
         """Delete checkpoints that are not kept, and the finished model of a run that continues."""
-        self._owner.check_token()
+        self._owner.check_claim()
         steps = self.steps()[::-1]
         steps_to_keep = averaging.kept(self.folder, steps, best_step, self._owner.config.training)
         for step in steps:
@@ -212,7 +212,7 @@ class Checkpoints:
             time.sleep(pause)  # other threads of Orbax can still write
             retry(path, lambda: remove_folder(path))
         self.failure = one_line(error)
-        log.error(
+        logger.error(
             "Checkpoint %d could not be saved: %s (in %s).", int(path.name), self.failure, path
         )
 
@@ -226,7 +226,7 @@ def _warn_on_failure(work: Callable[[], None]) -> None:
     except WorkdirTaken:
         raise
     except Exception as error:  # each store raises different errors
-        log.warning("%s Training continues and will retry at the next checkpoint.", error)
+        logger.warning("%s Training continues and will retry at the next checkpoint.", error)
 
 
 def _parts(state: Any) -> dict[str, Any]:

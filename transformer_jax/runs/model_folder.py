@@ -55,7 +55,7 @@ from transformer_jax.storage.files import (
 )
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def read_model(saved: Path, name: str | Path) -> tuple[Config, Any, Tokenizer]:
@@ -88,7 +88,7 @@ def read_model(saved: Path, name: str | Path) -> tuple[Config, Any, Tokenizer]:
     config = config_of(saved)
     tokenizer = load_tokenizer(workdir if resumable else saved, saved)
     steps = [int(saved.name)] if resumable else averaged_steps(saved)
-    log.info("%s: %s%s.", name, note, described(steps))
+    logger.info("%s: %s%s.", name, note, described(steps))
     decoding = load_config_file(workdir / "config.json").decoding
     return dataclasses.replace(config, decoding=decoding), parameters, tokenizer
 

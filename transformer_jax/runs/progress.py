@@ -9,7 +9,7 @@ from typing import Any
 
 from transformer_jax.errors import UserError, short_repr
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Progress:
     def forget_other_best(self, selected: str) -> None:
         """Reset the best evaluation if later evaluations cannot be compared with it."""
         if self.selected != selected:
-            log.info("The dev set or training.select_by has changed; resetting the best result.")
+            logger.info("The dev set or training.select_by has changed; resetting the best result.")
             self.best_step = None
             self.best = {}
             self.since_best = 0

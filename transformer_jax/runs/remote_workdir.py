@@ -18,7 +18,7 @@ from transformer_jax.runs.mirror import (
     mirror_files,
     mirror_folder,
 )
-from transformer_jax.runs.workdir import Workdir, read_token
+from transformer_jax.runs.workdir import Workdir, read_claim
 from transformer_jax.storage.files import (
     MANIFEST,
     MODEL,
@@ -55,8 +55,8 @@ class RemoteWorkdir(Workdir):
         if not is_copied(url):
             self.checkpoints = Checkpoints(self, self.store / "checkpoints")
 
-    def check_token(self) -> None:
-        retry(self.store, super().check_token)
+    def check_claim(self) -> None:
+        retry(self.store, super().check_claim)
 
     def open_corpus(self, fingerprint: str) -> Corpus:
         if open_corpus(self.path("corpus"), fingerprint) is None:
@@ -83,7 +83,7 @@ class RemoteWorkdir(Workdir):
 
         In that case, the local folder can hold files that could not be copied.
         """
-        if read_token(self.store) == (read_token(self.folder) or None):
+        if read_claim(self.store) == (read_claim(self.folder) or None):
             return
         mirror_files(self.store, self.folder)
         if isinstance(self.checkpoints.folder, Path):
@@ -102,9 +102,9 @@ class RemoteWorkdir(Workdir):
             self._push(mirror_checkpoints, self.checkpoints.folder, self.store / "checkpoints")
 
     def _push(self, mirror: Callable[..., None], source: AnyPath, target: AnyPath) -> None:
-        self.check_token()
+        self.check_claim()
         try:
-            mirror(source, target, check=self.check_token)
+            mirror(source, target, check=self.check_claim)
         except WorkdirTaken:
             raise
         except Exception as error:

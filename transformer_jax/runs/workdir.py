@@ -43,10 +43,10 @@ from transformer_jax.storage.files import (
 )
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-_TOKEN = ".token"
-_TOKEN_SECONDS = 60.0  # on a network file system, new files can appear late
+_CLAIM_FILE = ".token"
+_CLAIM_TIMEOUT_SECONDS = 60.0  # on a network file system, new files can appear late
 
 
 class Workdir:
@@ -59,7 +59,7 @@ class Workdir:
       config: the run's settings, with the sizes of its vocabularies. Set before the first save.
       tokenizer: the run's tokenizer. Set before the first save.
       checkpoints: the run's checkpoints.
-      token: random string that process 0 writes there. Another run that starts there replaces it.
+      claim_id: random string that process 0 writes there. Another run that starts there replaces it.
       folder: the folder on this machine.
       store: the folder or URL that ``--workdir`` names.
     """
@@ -72,7 +72,7 @@ class Workdir:
         self.folder = Path(os.path.realpath(local_path(name)))
         self.store: AnyPath = self.folder
         self.checkpoints = Checkpoints(self, self.folder / "checkpoints")
-        self.token = ""
+        self.claim_id = ""
         try:
             str(self.folder).encode()
         except UnicodeEncodeError:  # Orbax does not accept it
@@ -130,39 +130,39 @@ class Workdir:
                     "--workdir; to train from scratch, choose another --workdir or delete "
                     f"{self}/{MODEL}."
                 )
-            token_of_last_run = read_token(self.folder)
+            claim_of_last_run = read_claim(self.folder)
             self.claim()  # before anything is deleted
             if newest is None:
                 self.write_config(config)
-            _delete_unfinished_corpora(self, token_of_last_run)
+            _delete_unfinished_corpora(self, claim_of_last_run)
             _delete_checkpoints_after(self, newest or 0)
             yield newest
 
     def claim(self) -> None:
-        """Write a new token, so runs elsewhere that use the work directory stop."""
-        self.token = secrets.token_hex()
+        """Write a new claim, so runs elsewhere that use the work directory stop."""
+        self.claim_id = secrets.token_hex()
         try:
             for place in (self.store, self.folder):
-                (place / _TOKEN).write_text(self.token)
+                (place / _CLAIM_FILE).write_text(self.claim_id)
         except Exception as error:  # each store raises different errors
             raise UserError(f"{self} cannot be written: {one_line(error)}") from error
 
-    def join(self, token: str) -> None:
-        """Wait for process 0's token. Raises ``UserError`` if it does not appear."""
-        self.token = token
-        end = time.monotonic() + _TOKEN_SECONDS
-        while read_token(self.store) != token:
+    def join(self, claim_id: str) -> None:
+        """Wait for process 0's claim. Raises ``UserError`` if it does not appear."""
+        self.claim_id = claim_id
+        end = time.monotonic() + _CLAIM_TIMEOUT_SECONDS
+        while read_claim(self.store) != claim_id:
             if time.monotonic() > end:
                 raise UserError(
                     f"{self} is not shared by all processes: process 0's file "
-                    f"{_TOKEN} did not appear within {_TOKEN_SECONDS:.0f} s; choose a "
+                    f"{_CLAIM_FILE} did not appear within {_CLAIM_TIMEOUT_SECONDS:.0f} s; choose a "
                     "shared folder or a gs:// URL."
                 )
             time.sleep(0.2)
 
-    def check_token(self) -> None:
+    def check_claim(self) -> None:
         """Raise ``WorkdirTaken`` if another run has started in the same work directory."""
-        if read_token(self.store) != self.token:
+        if read_claim(self.store) != self.claim_id:
             raise WorkdirTaken(
                 f"Stopping because another run has started in {self}. Restart this run with "
                 "a different --workdir."
@@ -228,9 +228,9 @@ class Workdir:
         """Bring the checkpoints of this machine to the store."""
 
 
-def read_token(place: AnyPath) -> str:
-    """Return the token of a work directory, or '' if it is missing."""
-    path = place / _TOKEN
+def read_claim(place: AnyPath) -> str:
+    """Return the claim on a work directory, or '' if it is missing."""
+    path = place / _CLAIM_FILE
     try:
         if not isinstance(path, Path):
             path.fs.invalidate_cache()
@@ -284,16 +284,16 @@ def _check_changes(workdir: Workdir, differences: list[Difference], *, allow_cha
             f"{str(workdir)!r} contains a run with a different config. Use another --workdir or "
             f"the same settings{flag}. {fields}"
         )
-    log.warning("Resuming the run with different settings. %s", fields)
+    logger.warning("Resuming the run with different settings. %s", fields)
 
 
-def _delete_unfinished_corpora(workdir: Workdir, token: str) -> None:
-    """Delete the unfinished corpora of the run with this token.
+def _delete_unfinished_corpora(workdir: Workdir, claim_id: str) -> None:
+    """Delete the unfinished corpora of the run with this claim.
 
     Work directories can share a ``corpus`` folder, so those of other runs are kept.
     """
-    if token:
-        for path in workdir.path("corpus").glob(f"{TEMPORARY}{token}*"):
+    if claim_id:
+        for path in workdir.path("corpus").glob(f"{TEMPORARY}{claim_id}*"):
             remove_folder(path)
 
 
@@ -306,5 +306,5 @@ def _delete_checkpoints_after(workdir: Workdir, newest: int) -> None:
             continue  # not a checkpoint
         if int(name) not in complete:
             if int(name) > max(complete, default=0):
-                log.warning("Deleting %s, which is incomplete or corrupt.", folder / name)
+                logger.warning("Deleting %s, which is incomplete or corrupt.", folder / name)
             delete_complete(folder / name)

@@ -37,7 +37,7 @@ UVICORN: dict[str, Any] = {
 }
 """uvicorn settings."""
 
-log = logging.getLogger("transformer_jax.serving")
+logger = logging.getLogger("transformer_jax.serving")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def _serve(argv: list[str] | None) -> None:
         # With the default of 5 ms, search threads would wait too long for the server thread.
         sys.setswitchinterval(0.0005)
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        log.info("Listening on http://%s:%d; compiling ...", host, arguments.port)
+        logger.info("Listening on http://%s:%d; compiling ...", host, arguments.port)
         uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -106,7 +106,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
                 tokenizer.affixes(*languages, "--languages: ")  # raises an error for unknown ones
         models |= dict.fromkeys(pairs, model)
         pair = pairs[0] if len(pairs) == 1 else f"{len(pairs)} language pairs"
-        log.info("%s from %s", pair, workdir)
+        logger.info("%s from %s", pair, workdir)
     names = ("max_queue", "max_characters", "protect")
     return Service(models, **{name: getattr(arguments, name) for name in names})
 

@@ -22,7 +22,7 @@ from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
 if TYPE_CHECKING:
     from upath import UPath
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ def retry(path: AnyPath, access: Callable[[], T]) -> T:
             mistake = isinstance(error, UserError) and error.__cause__ is None
             if mistake or isinstance(path, Path) or time.monotonic() > end:
                 raise
-            log.warning("%s failed (%s); retrying.", path, one_line(error))
+            logger.warning("%s failed (%s); retrying.", path, one_line(error))
         time.sleep(_PAUSE_SECONDS)
 
 
@@ -301,7 +301,7 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
         except BlockingIOError:
             raise UserError(busy) from None
         except OSError:
-            log.warning(
+            logger.warning(
                 "%s is on a file system that does not support locks; use it from one process only.",
                 path,
             )

@@ -19,7 +19,7 @@ from transformer_jax.devices.sharding import batch_sharding
 from transformer_jax.errors import UserError
 from transformer_jax.training.prepare import Prepared
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 LESS_MEMORY = (
@@ -106,7 +106,7 @@ class CompileAhead:
             if not (self._on_gpu and "RESOURCE_EXHAUSTED" in str(error)):
                 raise
             # Autotuning uses memory that running steps leave free. More can be free later.
-            log.warning(
+            logger.warning(
                 "Out of memory while compiling the %s; it will be compiled when needed.", name
             )
             return train_step

@@ -28,7 +28,7 @@ from transformer_jax.training.watchdog import TrainingError, Watchdog
 
 __all__ = ["TrainingError", "train"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -143,7 +143,7 @@ class _Loop:
         self._meter.add(metrics, flops)
         self._reporter.show(completed=self.step)
         if metrics.bad_in_a_row:
-            log.warning(
+            logger.warning(
                 "Step %d had a non-finite loss or gradient; its update was skipped.", self.step
             )
         if metrics.bad_in_a_row >= self._training.max_bad_steps:

@@ -59,7 +59,7 @@ from transformer_jax.training.step import (
     make_step_functions,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
 
@@ -141,11 +141,11 @@ def prepare(
 
         def open_in_first_process() -> tuple[int | None, str]:
             newest = stack.enter_context(workdir.open(config, allow_changes=allow_changes))
-            return newest, workdir.token
+            return newest, workdir.claim_id
 
-        newest, token = broadcast_from_first(open_in_first_process)
+        newest, claim_id = broadcast_from_first(open_in_first_process)
         with raise_on_any_process():
-            workdir.join(token)
+            workdir.join(claim_id)
             start = None
             if newest is None and config.training.start_from:
                 start = _start_model(config.training.start_from, config)
@@ -201,7 +201,7 @@ def build_files(
             bpe_dropout=config.tokenizer.bpe_dropout if name == "train" else 0.0,
             num_samples=config.tokenizer.bpe_dropout_samples,
             seed=config.seed,
-            token=workdir.token,
+            run_id=workdir.claim_id,
         )
         fingerprints[name] = corpus.fingerprint
     workdir.publish(list(fingerprints.values()))
@@ -213,7 +213,7 @@ def _new_tokenizer(config: Config, text: ParallelText, start: Start | None) -> T
     if start:
         tokenizer = start.tokenizer.with_symbols(settings.user_defined_symbols)
     else:
-        log.info("Preparing the tokenizer.")
+        logger.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), settings)
         _check_decoder_start(config.model.decoder_start_id, tokenizer)
     return tokenizer.with_languages(settings.source_language, settings.target_language)
@@ -295,7 +295,7 @@ def _warn_without_effect(config: Config, *, aligned: bool) -> None:
         ("training.r_drop", training.r_drop and not has_dropout, "all dropout rates are 0"),
     ):
         if is_idle:
-            log.warning("%s has no effect: %s.", name, reason)
+            logger.warning("%s has no effect: %s.", name, reason)
 
 
 def check_inputs(
@@ -386,7 +386,7 @@ def _start_model(name: str, config: Config) -> Start:
 
     Raises ``UserError`` if its model or tokenizer settings differ from ``config``.
     """
-    log.info("Starting from the parameters of %s.", name)
+    logger.info("Starting from the parameters of %s.", name)
     model_config, parameters, tokenizer = load_parameters(name)
     if differences := differences_in_fine_tuning(model_config, config):
         raise UserError(

@@ -12,7 +12,7 @@ import jax
 from transformer_jax.errors import one_line
 from transformer_jax.training.prepare import Prepared
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Profiler:
@@ -30,7 +30,7 @@ class Profiler:
         self._trace = ExitStack()
         self._folder = run.workdir.path("profile") / f"process_{jax.process_index()}"
         if profile and min(self._stop, run.config.training.steps) <= step:
-            log.warning(
+            logger.warning(
                 f"training.profile is {profile!r}, but the run resumes at step {step}. Choose "
                 "later steps."
             )
@@ -62,4 +62,4 @@ def _logged_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the profiler or the disk
-        log.warning("The profile could not be written: %s", one_line(error))
+        logger.warning("The profile could not be written: %s", one_line(error))

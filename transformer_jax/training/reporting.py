@@ -19,7 +19,7 @@ from transformer_jax.devices.distributed import is_first
 from transformer_jax.errors import LossyStream, UserError
 from transformer_jax.storage.files import parse_object, write_atomically
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Reporter:
@@ -162,5 +162,5 @@ def _truncate(path: Path, last_step: int) -> None:
         if step < last_step or (step == last_step and entry["kind"] != "dev"):
             entries.append(line + "\n")
     if unreadable:
-        log.warning("Dropped %d unreadable lines of %s.", unreadable, path)
+        logger.warning("Dropped %d unreadable lines of %s.", unreadable, path)
     write_atomically(path, "".join(entries))
