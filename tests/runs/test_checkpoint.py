@@ -24,7 +24,7 @@ from transformer_jax.runs import averaging, checkpoint_folder, manifest
 from transformer_jax.runs import checkpoints as checkpoint_module
 from transformer_jax.runs.checkpoint_folder import (
     complete_steps,
-    newest_intact,
+    newest_intact_step,
 )
 from transformer_jax.runs.checkpoints import Checkpoints
 from transformer_jax.runs.manifest import delete_complete, write_manifest
@@ -106,14 +106,14 @@ def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress:
 def _chosen(checkpoints: Checkpoints, step: int, training: TrainingConfig) -> list[int]:
     """The steps averaged at the end of a run without a dev set."""
     steps, early = checkpoints.steps()[::-1], bool(training.patience)
-    chosen, _ = averaging.choose(
+    chosen, _ = averaging.choose_average(
         checkpoints.folder, steps, step, training, stopped_early=early, dev_loss=None
     )
     return chosen
 
 
 def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunctions) -> None:
-    assert newest_intact(checkpoints.folder) is None
+    assert newest_intact_step(checkpoints.folder) is None
     _save(checkpoints, run, 7, best_step=3)
     state, progress = checkpoints.restore(7, run.abstract_state)
     chex.assert_trees_all_equal(state, _state(run, 7))
@@ -167,7 +167,7 @@ def test_the_number_of_averaged_checkpoints_with_the_lowest_dev_loss(
     folder, steps = checkpoints.folder, [2, 1, 1]  # three, because two are kept
     training = TrainingConfig(keep_checkpoints=3, average=average, checkpoint_every=1)
     remaining = iter(losses)
-    chosen, model = averaging.choose(
+    chosen, model = averaging.choose_average(
         folder, steps, None, training, stopped_early=False, dev_loss=lambda _: next(remaining)
     )
     assert len(chosen) == (best if average == "auto" else 3)
@@ -183,7 +183,7 @@ def test_the_number_of_averaged_checkpoints_with_the_lowest_dev_loss(
 def test_an_evaluation_that_is_not_a_number_is_never_the_best(name: str, select_by: str) -> None:
     progress = Progress()
     for step, value in enumerate([math.nan, 2.0, math.nan, 2.0, math.nan], start=1):
-        progress.note_evaluation({name: value}, select_by, step=step)
+        progress.record_evaluation({name: value}, select_by, step=step)
     assert (progress.best_step, progress.since_best) == (2, 3)
     assert progress.early_stopping_triggered(3)
 
@@ -375,7 +375,7 @@ def test_a_step_is_saved_once(checkpoints: Checkpoints, run: StepFunctions) -> N
     _save(checkpoints, run, 1, corpus="one")
     _save(checkpoints, run, 1, corpus="another")
     assert checkpoints.restore(1, run.abstract_state)[1].corpus == "one"
-    assert checkpoints.holds(1)
+    assert checkpoints.has_complete(1)
 
 
 def _full(*_: object) -> None:
@@ -406,7 +406,7 @@ def test_after_a_failed_save_the_next_one_succeeds(
         patch.setattr(checkpoint_module, "write_manifest", _full)
         _save(checkpoints, run, 2)
     assert "Checkpoint 2 could not be saved" in caplog.text
-    assert not checkpoints.holds(2) and checkpoints.steps() == [1]
+    assert not checkpoints.has_complete(2) and checkpoints.steps() == [1]
     _save(checkpoints, run, 2)
     assert checkpoints.steps() == [1, 2] and not checkpoints.failure
     _save(checkpoints, run, 3)
@@ -544,9 +544,9 @@ def test_intervals_are_read_once_and_a_single_candidate_needs_no_dev_loss(
     monkeypatch.setattr(averaging, "config_of", counted)
     training = TrainingConfig(keep_checkpoints=2, average=1)
     steps = [2, 1]
-    assert averaging.kept(checkpoints.folder, steps, 1, training) == {1, 2}
+    assert averaging.retained_steps(checkpoints.folder, steps, 1, training) == {1, 2}
     assert read == ["00000002", "00000001"]
-    chosen, _ = averaging.choose(
+    chosen, _ = averaging.choose_average(
         checkpoints.folder, steps, 2, training, stopped_early=True, dev_loss=lambda _: 1 / 0
     )
     assert chosen == [2]

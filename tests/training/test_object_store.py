@@ -114,7 +114,7 @@ def test_a_store_that_fails_while_the_run_saves(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The run retries until the store responds, and saves every checkpoint. Then it resumes."""
-    monkeypatch.setattr(storage, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(storage, "_RETRY_INTERVAL_SECONDS", 0.01)
     url, failures = "gs://ckpt/failing", []
 
     def sometimes_failing(target: Any, name: str) -> None:

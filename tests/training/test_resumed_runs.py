@@ -361,7 +361,9 @@ def test_unsuitable_environments_are_errors_before_training(
         with pytest.raises(UserError, match=message):
             train(tiny(), tmp_path / "run", devices=ONE)
     monkeypatch.setattr(workdir, "_CLAIM_TIMEOUT_SECONDS", 0.2)
-    monkeypatch.setattr(workdir.Workdir, "claim", lambda self: setattr(self, "claim_id", "another's"))
+    monkeypatch.setattr(
+        workdir.Workdir, "claim", lambda self: setattr(self, "claim_id", "another's")
+    )
     with pytest.raises(UserError, match=r"is not shared by all processes.* \.token"):
         train(tiny(), tmp_path / "run", devices=ONE)
     assert not list((tmp_path / "run").glob("[!.]*.model"))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from transformer_jax.runs.checkpoint_folder import checkpoint_name, saved_parameters
+from transformer_jax.runs.checkpoint_folder import checkpoint_name, read_parameters
 from transformer_jax.runs.manifest import config_of
 from transformer_jax.settings.config import TrainingConfig
 from transformer_jax.storage.files import AnyPath
@@ -22,7 +22,7 @@ from transformer_jax.storage.files import AnyPath
 logger = logging.getLogger(__name__)
 
 
-def kept(
+def retained_steps(
     checkpoints: AnyPath, steps: Sequence[int], best_step: int | None, training: TrainingConfig
 ) -> set[int]:
     """Return the steps whose checkpoints to keep, of those in a ``checkpoints/`` folder.
@@ -30,11 +30,11 @@ def kept(
     These are the newest one, the newest ``keep_checkpoints`` scheduled ones, and those that can be
     averaged for the model.
     """
-    scheduled, chains = _candidates(checkpoints, steps, best_step, training)
-    return {*scheduled[: training.keep_checkpoints]}.union(*chains)
+    scheduled, candidates = _candidates(checkpoints, steps, best_step, training)
+    return {*scheduled[: training.keep_checkpoints]}.union(*candidates)
 
 
-def choose(
+def choose_average(
     checkpoints: AnyPath,
     steps: Sequence[int],
     best_step: int | None,
@@ -48,32 +48,32 @@ def choose(
     ``training.average`` sets how many; ``auto`` selects the number with the lowest dev loss, and a
     fixed number is compared with it.
     """
-    _, chains = _candidates(checkpoints, steps, best_step, training)
+    _, candidates = _candidates(checkpoints, steps, best_step, training)
     if training.average != "auto":
-        chains = chains[-1:] if stopped_early else chains[:1]
+        candidates = candidates[-1:] if stopped_early else candidates[:1]
     elif dev_loss is None:
         logger.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
-        chains = [steps[:1]]
-    if sum(map(len, chains)) == 1:
+        candidates = [steps[:1]]
+    if sum(map(len, candidates)) == 1:
         dev_loss = None  # nothing to compare
     best: tuple[float, Sequence[int], Any] = math.inf, (), None
-    for chain in chains:
-        for count, average in enumerate(load_averages(checkpoints, chain), start=1):
+    for candidate in candidates:
+        for count, average in enumerate(load_averages(checkpoints, candidate), start=1):
             loss = min(math.inf, dev_loss(average)) if dev_loss else math.inf  # NaN is the worst
             if not best[1] or loss < best[0]:
-                best = loss, chain[:count], average
+                best = loss, candidate[:count], average
     if training.average == "auto":
         return list(best[1]), best[2]
     if best[0] < loss:
         logger.info(
             "On the dev set, the %s is better (loss %.4f) than the average of %d (%.4f); run "
             "again with --training.average auto to use it.",
-            *(described(best[1]), best[0], len(chain), loss),
+            *(describe_steps(best[1]), best[0], len(candidate), loss),
         )
-    return list(chain), average
+    return list(candidate), average
 
 
-def described(steps: Sequence[int]) -> str:
+def describe_steps(steps: Sequence[int]) -> str:
     """Describe averaged checkpoints (newest first) for a message; none: an imported model."""
     if len(steps) < 2:
         return f"checkpoint {steps[0]}" if steps else "imported model"
@@ -83,11 +83,11 @@ def described(steps: Sequence[int]) -> str:
 def load_averages(checkpoints: AnyPath, steps: Sequence[int]) -> Iterator[Any]:
     """Yield the average of the first n steps' checkpoints, for n = 1, 2, and so on.
 
-    Each checkpoint is read once (see ``saved_parameters``).
+    Each checkpoint is read once (see ``read_parameters``).
     """
     first = total = None
     for count, step in enumerate(steps, start=1):
-        loaded = saved_parameters(checkpoints / checkpoint_name(step))
+        loaded = read_parameters(checkpoints / checkpoint_name(step))
         first = loaded if first is None else first
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
         yield jax.tree.map(partial(_mean, count), first, loaded, total)

@@ -46,7 +46,7 @@ def complete_steps(checkpoints: AnyPath) -> list[int]:
     return [int(step) for step, _, file in names if file == MANIFEST and step.isdigit()]
 
 
-def newest_intact(checkpoints: AnyPath) -> int | None:
+def newest_intact_step(checkpoints: AnyPath) -> int | None:
     """Return the step of the newest intact checkpoint in a ``checkpoints/`` folder.
 
     Returns None if the folder has no checkpoints. Raises ``UserError`` if all are corrupt.
@@ -56,7 +56,9 @@ def newest_intact(checkpoints: AnyPath) -> int | None:
         path = checkpoints / checkpoint_name(step)
         if not (reason := corruption(path)):
             return step
-        logger.warning("Checkpoint %s is corrupt (%s); trying the previous checkpoint.", path, reason)
+        logger.warning(
+            "Checkpoint %s is corrupt (%s); trying the previous checkpoint.", path, reason
+        )
     if steps:
         raise UserError(
             f"All {len(steps)} checkpoints in {checkpoints} are corrupt. Restore one from a "
@@ -65,7 +67,7 @@ def newest_intact(checkpoints: AnyPath) -> int | None:
     return None
 
 
-def saved_parameters(folder: AnyPath) -> Any:
+def read_parameters(folder: AnyPath) -> Any:
     """Load the parameters of a model, or of a checkpoint (with ``optimizer.ema_decay``, their EMA).
 
     Returns a nested dict of NumPy arrays. Raises ``UserError`` if a file is corrupt.
@@ -76,8 +78,8 @@ def saved_parameters(folder: AnyPath) -> Any:
     abstract = abstract_model(config.model).parameters
     if is_checkpoint(folder):
         part = "ema" if config.optimizer.ema_decay > 0 else "parameters"
-        wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
-        return load_state(folder, {part: wanted})[part]
+        abstract_state = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
+        return load_state(folder, {part: abstract_state})[part]
     tensors = load_file(str(folder / PARAMETERS))
 
     def checked_tensor(name: str, expected: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -95,15 +97,15 @@ def saved_parameters(folder: AnyPath) -> Any:
     return map_named(checked_tensor, abstract)
 
 
-def load_state(checkpoint: AnyPath, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Load parts of a checkpoint's state, with the shapes, types and shardings of ``wanted``.
+def load_state(checkpoint: AnyPath, abstract_state: dict[str, Any]) -> dict[str, Any]:
+    """Load parts of a checkpoint's state, with shapes, types and shardings of ``abstract_state``.
 
     Raises ``UserError`` if it has parameters of other names or shapes, which Orbax would cut or
     pad with zeros.
     """
     saved = ocp.checkpointables_metadata(str(checkpoint / "state")).metadata
-    for part in wanted.keys() & {"parameters", "ema"}:
-        expected = _shapes(wanted[part])
+    for part in abstract_state.keys() & {"parameters", "ema"}:
+        expected = _shapes(abstract_state[part])
         actual = _shapes(saved.get(part))
         for name in sorted(expected.keys() | actual.keys()):
             if expected.get(name) != actual.get(name):
@@ -111,7 +113,7 @@ def load_state(checkpoint: AnyPath, wanted: dict[str, Any]) -> dict[str, Any]:
                     checkpoint,
                     f"{part}.{name} has shape {actual.get(name)}; expected {expected.get(name)}",
                 )
-    return ocp.load_checkpointables(str(checkpoint / "state"), wanted)
+    return ocp.load_checkpointables(str(checkpoint / "state"), abstract_state)
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

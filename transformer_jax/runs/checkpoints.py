@@ -24,7 +24,7 @@ from transformer_jax.runs.checkpoint_folder import (
     checkpoint_name,
     complete_steps,
     load_state,
-    newest_intact,
+    newest_intact_step,
 )
 from transformer_jax.runs.manifest import (
     config_of,
@@ -86,7 +86,7 @@ class Checkpoints:
 
         Raises ``UserError`` if all are corrupt.
         """
-        return newest_intact(self.folder)
+        return newest_intact_step(self.folder)
 
     def path(self, step: int) -> AnyPath:
         """Return the folder of a step's checkpoint."""
@@ -101,7 +101,7 @@ class Checkpoints:
 
         A step that is already complete is not saved again. If saving fails, the error is logged and
         older checkpoints are kept; if no checkpoint exists, the next save raises ``UserError``.
-        After a save, older checkpoints are deleted (see ``averaging.kept``).
+        After a save, older checkpoints are deleted (see ``averaging.retained_steps``).
         """
         self.wait()
         path = self.path(int(state.step))
@@ -127,7 +127,7 @@ class Checkpoints:
             self._pending.result()
             self._pending = None
 
-    def holds(self, step: int) -> bool:
+    def has_complete(self, step: int) -> bool:
         """Wait for the save in progress. Returns True if this step has a complete checkpoint."""
         self.wait()
 
@@ -152,8 +152,8 @@ class Checkpoints:
         stopped_early: bool,
         dev_loss: Callable[[Any], float] | None,
     ) -> tuple[list[int], Any]:
-        """Choose the checkpoints to average for the model (see ``averaging.choose``)."""
-        return averaging.choose(
+        """Choose the checkpoints to average for the model (see ``averaging.choose_average``)."""
+        return averaging.choose_average(
             self.folder,
             broadcast_from_first(lambda: self.steps()[::-1]),
             best_step,
@@ -186,8 +186,8 @@ class Checkpoints:
                 return
             _warn_on_failure(owner.push_files)
             owner.check_claim()
-            more = {"progress": progress}
-            retry(path, lambda: write_manifest(path, owner.config, owner.tokenizer, more))
+            extra_fields = {"progress": progress}
+            retry(path, lambda: write_manifest(path, owner.config, owner.tokenizer, extra_fields))
             _warn_on_failure(lambda: self._delete_old(progress["best_step"]))
             _warn_on_failure(owner.push_checkpoints)
         except WorkdirTaken:
@@ -199,7 +199,9 @@ class Checkpoints:
         """Delete checkpoints that are not kept, and the finished model of a run that continues."""
         self._owner.check_claim()
         steps = self.steps()[::-1]
-        steps_to_keep = averaging.kept(self.folder, steps, best_step, self._owner.config.training)
+        steps_to_keep = averaging.retained_steps(
+            self.folder, steps, best_step, self._owner.config.training
+        )
         for step in steps:
             if step not in steps_to_keep:
                 delete_complete(self.path(step))
@@ -217,12 +219,13 @@ class Checkpoints:
         )
 
 
-def _warn_on_failure(work: Callable[[], None]) -> None:
-    """Run ``work``. If it fails, log a warning, because the next checkpoint tries again. Raises
-    ``WorkdirTaken``.
+def _warn_on_failure(operation: Callable[[], None]) -> None:
+    """Run ``operation``. If it fails, log a warning, because the next checkpoint tries again.
+
+    Raises ``WorkdirTaken``.
     """
     try:
-        work()
+        operation()
     except WorkdirTaken:
         raise
     except Exception as error:  # each store raises different errors

@@ -32,14 +32,14 @@ _FORMAT = 1  # of checkpoints and model folders
 
 
 def write_manifest(
-    folder: AnyPath, config: Config, tokenizer: Tokenizer, more: Mapping[str, Any]
+    folder: AnyPath, config: Config, tokenizer: Tokenizer, extra_fields: Mapping[str, Any]
 ) -> None:
     """Write the manifest, which marks a checkpoint or model as complete."""
     content: dict[str, Any] = {
         "format": _FORMAT,
         "config": dataclasses.asdict(config),
         "tokenizer": tokenizer.fingerprint,
-        **more,
+        **extra_fields,
         "files": checksums(folder, files_in(folder)),
     }
     content = {"checksum": _checksum(content), **content}
@@ -86,9 +86,9 @@ def corruption(folder: AnyPath, *, resuming: bool = True) -> str:
     files = content.get("files")
     if not isinstance(files, dict) or not files:
         return f"{MANIFEST} lists no files"
-    unread = () if resuming else unread_files(folder)
+    resume_only = () if resuming else resume_only_files(folder)
     for name, checksum in files.items():
-        if name.startswith(unread):
+        if name.startswith(resume_only):
             continue
         try:
             if checksums(folder, [name]) != {name: checksum}:
@@ -98,7 +98,7 @@ def corruption(folder: AnyPath, *, resuming: bool = True) -> str:
     return ""
 
 
-def unread_files(checkpoint: AnyPath) -> tuple[str, ...]:
+def resume_only_files(checkpoint: AnyPath) -> tuple[str, ...]:
     """Return name prefixes of the files that only resuming reads."""
     average = config_of(checkpoint).optimizer.ema_decay > 0
     return "state/rest/", "state/parameters/" if average else "state/ema/"

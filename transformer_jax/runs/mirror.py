@@ -17,7 +17,7 @@ from transformer_jax.runs.manifest import (
     corruption,
     delete_complete,
     read_manifest,
-    unread_files,
+    resume_only_files,
 )
 from transformer_jax.storage.files import (
     MANIFEST,
@@ -50,14 +50,14 @@ def mirror_files(
     target: AnyPath,
     *,
     model: bool = True,
-    check: Callable[[], None] = lambda: None,
+    check_claim: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy all files except checkpoints, corpora and hidden files; optionally without the model.
 
-    Calls ``check`` before it copies or deletes a model.
+    Calls ``check_claim`` before it copies or deletes a model.
     """
     if model:
-        mirror_folder(source / MODEL, target / MODEL, check=check)
+        mirror_folder(source / MODEL, target / MODEL, check_claim=check_claim)
     names = _small_files(source)
     for name in names:
         copy_file(source / name, target / name)
@@ -71,21 +71,22 @@ def mirror_checkpoints(
     target: AnyPath,
     steps: Iterable[int] | None = None,
     *,
-    check: Callable[[], None] = lambda: None,
+    check_claim: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy complete checkpoints that are missing or different in ``target``, manifests last.
 
     Deletes checkpoints from ``target`` that ``source`` does not have. With ``steps``, copies only
     these, without the files that are only for resuming, and deletes only checkpoints that are old.
-    Calls ``check`` before it copies a manifest or deletes a checkpoint.
+    Calls ``check_claim`` before it copies a manifest or deletes a checkpoint.
     """
-    there = complete_steps(source)
-    for name in map(checkpoint_name, there if steps is None else set(steps).intersection(there)):
-        mirror_folder(source / name, target / name, resuming=steps is None, check=check)
-    for name in map(checkpoint_name, set(complete_steps(target)).difference(there)):
+    source_steps = complete_steps(source)
+    steps_to_copy = source_steps if steps is None else set(steps).intersection(source_steps)
+    for name in map(checkpoint_name, steps_to_copy):
+        mirror_folder(source / name, target / name, resuming=steps is None, check_claim=check_claim)
+    for name in map(checkpoint_name, set(complete_steps(target)).difference(source_steps)):
         manifest = target / name / MANIFEST
         if steps is None or time.time() - manifest.stat().st_mtime > _GRACE_SECONDS:
-            check()
+            check_claim()
             delete_complete(target / name)
 
 
@@ -94,20 +95,20 @@ def mirror_folder(
     target: AnyPath,
     *,
     resuming: bool = True,
-    check: Callable[[], None] = lambda: None,
+    check_claim: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy a checkpoint, model or corpus if it is missing or different in ``target``.
 
-    Its manifest is copied last. Calls ``check`` before it deletes or completes ``target``.
+    Its manifest is copied last. Calls ``check_claim`` before it deletes or completes ``target``.
     """
-    is_copied = read_manifest(source) == read_manifest(target)
-    if is_copied and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
+    is_current = read_manifest(source) == read_manifest(target)
+    if is_current and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
         return
-    check()
+    check_claim()
     delete_complete(target)
     try:
-        copy_folder(source, target, (MANIFEST, *(() if resuming else unread_files(source))))
-        check()
+        copy_folder(source, target, (MANIFEST, *(() if resuming else resume_only_files(source))))
+        check_claim()
         copy_file(source / MANIFEST, target / MANIFEST)
     except FileNotFoundError:  # the run has deleted it in the meantime
         delete_complete(target)

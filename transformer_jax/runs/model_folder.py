@@ -27,13 +27,13 @@ from flax import nnx
 from transformer_jax.devices.sharding import parameter_name
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.runs.averaging import described
+from transformer_jax.runs.averaging import describe_steps
 from transformer_jax.runs.checkpoint_folder import (
     PARAMETERS,
     checkpoint_name,
     complete_steps,
     load_tokenizer,
-    saved_parameters,
+    read_parameters,
 )
 from transformer_jax.runs.manifest import (
     config_of,
@@ -84,11 +84,11 @@ def read_model(saved: Path, name: str | Path) -> tuple[Config, Any, Tokenizer]:
         )
     if not (resumable or read_manifest(saved)):
         load_config_file(saved / "config.json")  # an error that names the format of transformers
-    parameters = saved_parameters(saved)
+    parameters = read_parameters(saved)
     config = config_of(saved)
     tokenizer = load_tokenizer(workdir if resumable else saved, saved)
     steps = [int(saved.name)] if resumable else averaged_steps(saved)
-    logger.info("%s: %s%s.", name, note, described(steps))
+    logger.info("%s: %s%s.", name, note, describe_steps(steps))
     decoding = load_config_file(workdir / "config.json").decoding
     return dataclasses.replace(config, decoding=decoding), parameters, tokenizer
 

@@ -40,7 +40,7 @@ class Progress:
         """Return True after ``patience`` evaluations in a row without improvement; 0: never."""
         return 0 < patience <= self.since_best
 
-    def note_evaluation(self, figures: dict[str, Any], select_by: str, *, step: int) -> None:
+    def record_evaluation(self, figures: dict[str, Any], select_by: str, *, step: int) -> None:
         """Record an evaluation's metrics. ``training.select_by`` decides whether it is the best."""
         name = "dev_bleu" if select_by == "bleu" else "dev_loss"
         sign = 1 if select_by == "bleu" else -1
@@ -51,7 +51,7 @@ class Progress:
         else:
             self.since_best += 1
 
-    def forget_other_best(self, selected: str) -> None:
+    def reset_best_if_criterion_changed(self, selected: str) -> None:
         """Reset the best evaluation if later evaluations cannot be compared with it."""
         if self.selected != selected:
             logger.info("The dev set or training.select_by has changed; resetting the best result.")

@@ -23,13 +23,13 @@ from transformer_jax.storage.files import (
     MANIFEST,
     MODEL,
     AnyPath,
-    check_processes,
+    check_multiprocess,
     copy_folder,
     existing_folder,
-    is_copied,
     is_url,
     kind_of,
     locked,
+    needs_mirror,
     remote_path,
     retry,
 )
@@ -38,7 +38,7 @@ from transformer_jax.storage.files import (
 def open_workdir(name: str | Path) -> Workdir:
     """Return the work directory of a run, by its path or URL."""
     url = str(name).rstrip("/") if is_url(str(name)) else ""
-    check_processes(url, several=jax.process_count() > 1)
+    check_multiprocess(url, multiprocess=jax.process_count() > 1)
     return RemoteWorkdir(url) if url else Workdir(name)
 
 
@@ -52,7 +52,7 @@ class RemoteWorkdir(Workdir):
     def __init__(self, url: str):
         super().__init__(cached_folder(url, "train"))
         self.store = remote_path(url)
-        if not is_copied(url):
+        if not needs_mirror(url):
             self.checkpoints = Checkpoints(self, self.store / "checkpoints")
 
     def check_claim(self) -> None:
@@ -66,8 +66,8 @@ class RemoteWorkdir(Workdir):
     def publish(self, fingerprints: Sequence[str]) -> None:
         if jax.process_count() > 1:
             for fingerprint in fingerprints:
-                there = self.store / "corpus" / fingerprint
-                self._push(mirror_folder, self.path("corpus") / fingerprint, there)
+                remote_corpus = self.store / "corpus" / fingerprint
+                self._push(mirror_folder, self.path("corpus") / fingerprint, remote_corpus)
         self.push_files()
 
     def receive(self) -> None:
@@ -104,7 +104,7 @@ class RemoteWorkdir(Workdir):
     def _push(self, mirror: Callable[..., None], source: AnyPath, target: AnyPath) -> None:
         self.check_claim()
         try:
-            mirror(source, target, check=self.check_claim)
+            mirror(source, target, check_claim=self.check_claim)
         except WorkdirTaken:
             raise
         except Exception as error:

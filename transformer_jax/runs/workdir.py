@@ -59,7 +59,7 @@ class Workdir:
       config: the run's settings, with the sizes of its vocabularies. Set before the first save.
       tokenizer: the run's tokenizer. Set before the first save.
       checkpoints: the run's checkpoints.
-      claim_id: random string that process 0 writes there. Another run that starts there replaces it.
+      claim_id: random string that process 0 writes there. A run that starts later replaces it.
       folder: the folder on this machine.
       store: the folder or URL that ``--workdir`` names.
     """
@@ -112,11 +112,11 @@ class Workdir:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         _check_is_workdir(self)
-        busy = (
+        busy_message = (
             f"Another run is using {str(self)!r}; wait for it to finish or choose another "
             "--workdir."
         )
-        with locked(self.path(".lock"), busy):
+        with locked(self.path(".lock"), busy_message):
             self.pull()
             newest = self.checkpoints.newest()
             if newest is not None:
@@ -142,8 +142,8 @@ class Workdir:
         """Write a new claim, so runs elsewhere that use the work directory stop."""
         self.claim_id = secrets.token_hex()
         try:
-            for place in (self.store, self.folder):
-                (place / _CLAIM_FILE).write_text(self.claim_id)
+            for folder in (self.store, self.folder):
+                (folder / _CLAIM_FILE).write_text(self.claim_id)
         except Exception as error:  # each store raises different errors
             raise UserError(f"{self} cannot be written: {one_line(error)}") from error
 
@@ -199,9 +199,9 @@ class Workdir:
     def write_model(self, parameters: Any, steps: Sequence[int]) -> None:
         """Write the finished model, the average of these steps' checkpoints."""
         config = self.config
-        auto = dataclasses.replace(config.model, dtype="auto")
-        if config.model.dtype == compute_dtype(auto):  # other machines choose their own
-            config = dataclasses.replace(config, model=auto)
+        with_auto_dtype = dataclasses.replace(config.model, dtype="auto")
+        if config.model.dtype == compute_dtype(with_auto_dtype):  # other machines choose their own
+            config = dataclasses.replace(config, model=with_auto_dtype)
         model = self.path(MODEL)
         broadcast_from_first(lambda: write_model(model, config, parameters, self.tokenizer, steps))
 
@@ -228,9 +228,9 @@ class Workdir:
         """Bring the checkpoints of this machine to the store."""
 
 
-def read_claim(place: AnyPath) -> str:
+def read_claim(folder: AnyPath) -> str:
     """Return the claim on a work directory, or '' if it is missing."""
-    path = place / _CLAIM_FILE
+    path = folder / _CLAIM_FILE
     try:
         if not isinstance(path, Path):
             path.fs.invalidate_cache()
@@ -238,7 +238,7 @@ def read_claim(place: AnyPath) -> str:
     except FileNotFoundError:
         return ""
     except Exception as error:
-        raise UserError(f"{place} cannot be read: {one_line(error)}") from error
+        raise UserError(f"{folder} cannot be read: {one_line(error)}") from error
 
 
 def _check_is_workdir(workdir: Workdir) -> None:

@@ -37,12 +37,12 @@ MODEL = "model"
 
 _BLOCK_BYTES = 1 << 22  # read at a time
 
-_PATIENCE_SECONDS = 600.0  # an object store can be down for minutes
-_PAUSE_SECONDS = 5.0
+_RETRY_SECONDS = 600.0  # an object store can be down for minutes
+_RETRY_INTERVAL_SECONDS = 5.0
 
-_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+_JSON_TYPE_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
 
-_STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme: (package, extra)
+_STORE_PACKAGES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme: (package, extra)
 
 
 def is_url(name: str) -> bool:
@@ -101,7 +101,7 @@ def remote_path(url: str) -> UPath:
     """
     from upath import UPath  # slow to import, and few runs need it
 
-    if store := _STORES.get(url.partition("://")[0]):
+    if store := _STORE_PACKAGES.get(url.partition("://")[0]):
         package, extra = store
         with needs_extra(extra):
             importlib.import_module(package)
@@ -116,14 +116,14 @@ def remote_path(url: str) -> UPath:
     return path
 
 
-def is_copied(workdir: str) -> bool:
+def needs_mirror(workdir: str) -> bool:
     """Return True for a URL that Orbax cannot write to, so that checkpoints are copied there."""
     return is_url(workdir) and not workdir.startswith("gs://")
 
 
-def check_processes(workdir: str, *, several: bool) -> None:
+def check_multiprocess(workdir: str, *, multiprocess: bool) -> None:
     """Raise ``UserError`` if several processes cannot train in this work directory."""
-    if several and is_copied(workdir):
+    if multiprocess and needs_mirror(workdir):
         raise UserError(
             f"workdir is {workdir!r}, which does not work with several processes; use a gs:// URL "
             "or a folder that all processes share, or start one process without the flags that "
@@ -147,22 +147,22 @@ def kind_of(path: AnyPath) -> str:
         raise UserError(f"{short_repr(str(path))} cannot be read: {one_line(error)}") from error
 
 
-def retry(path: AnyPath, access: Callable[[], T]) -> T:
-    """Return ``access()``, retrying for up to ten minutes while an object store fails.
+def retry(path: AnyPath, operation: Callable[[], T]) -> T:
+    """Return ``operation()``, retrying for up to ten minutes while an object store fails.
 
     Errors are raised immediately if ``path`` is local.
     """
-    end = time.monotonic() + _PATIENCE_SECONDS
+    end = time.monotonic() + _RETRY_SECONDS
     while True:
         try:
-            return access()
+            return operation()
         except Exception as error:  # each store raises different errors
             # If the store failed, its error is the cause of the UserError.
-            mistake = isinstance(error, UserError) and error.__cause__ is None
-            if mistake or isinstance(path, Path) or time.monotonic() > end:
+            is_user_error = isinstance(error, UserError) and error.__cause__ is None
+            if is_user_error or isinstance(path, Path) or time.monotonic() > end:
                 raise
             logger.warning("%s failed (%s); retrying.", path, one_line(error))
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(_RETRY_INTERVAL_SECONDS)
 
 
 def write_atomically(path: AnyPath, content: bytes | str) -> None:
@@ -215,7 +215,7 @@ def parse_object(text: str | bytes, name: str, /, **fields: Any) -> dict[str, An
         value = content.get(field)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             actual = short_repr(value) if field in content else "missing"
-            expected = _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
+            expected = _JSON_TYPE_NAMES.get(kind) or str(getattr(kind, "__name__", kind))
             raise UserError(f"{name}: {field} is {actual}; expected {expected}.")
     return content
 
@@ -289,17 +289,17 @@ def _remove(path: UPath, *, recursive: bool) -> None:
 
 
 @contextmanager
-def locked(path: Path, busy: str = "") -> Iterator[None]:
+def locked(path: Path, busy_message: str = "") -> Iterator[None]:
     """Lock the file ``path`` until the context exits or the process ends.
 
-    If another process holds the lock, raises ``UserError`` with the message ``busy``, or waits if
-    it is empty. If the file system does not support locks, logs a warning.
+    If another process holds the lock, raises ``UserError(busy_message)``, or waits if it is
+    empty. If the file system does not support locks, logs a warning.
     """
     with path.open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy_message else 0))
         except BlockingIOError:
-            raise UserError(busy) from None
+            raise UserError(busy_message) from None
         except OSError:
             logger.warning(
                 "%s is on a file system that does not support locks; use it from one process only.",

@@ -17,7 +17,7 @@ import tyro
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
 from transformer_jax.settings.changes import changeable_settings
 from transformer_jax.settings.config import Config, Processes
-from transformer_jax.storage.files import check_processes
+from transformer_jax.storage.files import check_multiprocess
 
 _ALLOW_CHANGES = (
     f"Allow a resumed run to change {changeable_settings()}. A change of training.steps needs this "
@@ -68,8 +68,8 @@ def _train(argv: list[str] | None) -> int:
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
     from transformer_jax.devices.distributed import is_first, lost_contact, start
 
-    several = arguments.processes.distributed or (arguments.processes.num_processes or 1) > 1
-    check_processes(arguments.workdir, several=several)
+    multiprocess = arguments.processes.distributed or (arguments.processes.num_processes or 1) > 1
+    check_multiprocess(arguments.workdir, multiprocess=multiprocess)
     start(arguments.processes)
     enable_compilation_cache()
     if not is_first():  # only the first process logs

@@ -72,7 +72,7 @@ class Evaluator:
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
     def choose(self) -> tuple[list[int], Any]:
-        """Choose the run's model (see ``averaging.choose``).
+        """Choose the run's model (see ``averaging.choose_average``).
 
         Returns the averaged steps, newest first, and the parameters as NumPy arrays.
         """

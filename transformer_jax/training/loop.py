@@ -171,7 +171,7 @@ class _Loop:
         state = self._run.state
         values, example = self.evaluator.dev(state.parameters if state.ema is None else state.ema)
         self._reporter.dev(self.step, values, example)
-        self._run.progress.note_evaluation(values, self._training.select_by, step=self.step)
+        self._run.progress.record_evaluation(values, self._training.select_by, step=self.step)
         self._meter.restart()
         return self._stops_early()
 
@@ -184,9 +184,9 @@ class _Loop:
         """Wait for the last checkpoint. If saving failed, retry once."""
         self._watchdog.poll(f"saving step {self.step}")
         checkpoints = self._run.checkpoints
-        if not checkpoints.holds(self.step):
+        if not checkpoints.has_complete(self.step):
             self._save()
-        if not checkpoints.holds(self.step):
+        if not checkpoints.has_complete(self.step):
             raise UserError(
                 f"The last checkpoint (step {self.step}) could not be saved in "
                 f"{checkpoints.folder}: {checkpoints.failure}. Free disk space and run the same "

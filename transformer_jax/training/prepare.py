@@ -355,7 +355,7 @@ def _resume(
             "this text, start a run in another --workdir with "
             "--training.start-from."
         )
-    progress.forget_other_best(new.selected)
+    progress.reset_best_if_criterion_changed(new.selected)
     return state, progress
 
 

@@ -13,7 +13,7 @@ import jax
 
 from transformer_jax.devices.distributed import is_first
 from transformer_jax.devices.machine import num_cores, peak_memory_bytes
-from transformer_jax.runs.averaging import described
+from transformer_jax.runs.averaging import describe_steps
 from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared
@@ -87,7 +87,7 @@ def write_summary(
         show("choosing the checkpoints to average")
         steps, parameters = evaluator.choose()
         summary["averaged_steps"] = steps
-        model = described(steps)
+        model = describe_steps(steps)
         show("writing the model")
         run.workdir.write_model(parameters, steps)
         if "test" in run.pairs:
