@@ -26,6 +26,7 @@ from transformer_jax.settings.config import (
     TokenizerConfig,
     TrainingConfig,
 )
+from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_links
 
@@ -97,7 +98,7 @@ def test_batches_link_each_token_to_its_word(layout: str, kind: str, tmp_path: P
         names = ("source", "target", "alignments")
         sides = {name: getattr(config, name) + getattr(other, name) for name in names}
         config = PairsConfig(**sides, tags=("<2x>", ""), weights=(2.0, 1.0))
-    sampling = {"bpe_dropout": 0.2, "num_samples": 3} if kind == "sampled" else {}
+    sampling = {"sampling": BpeDropout(0.2, 3)} if kind == "sampled" else {}
     data = DataConfig(workers=1)
     corpus = build_corpus(config, TOKENIZER, data, tmp_path, **sampling)  # type: ignore[arg-type]
     batches = BatchConfig(layout=layout, tokens=256, row_length=64, row_multiple=4, buckets=2)  # type: ignore[arg-type]

@@ -29,13 +29,14 @@ from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.subword_model import SubwordModel
+from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 NUMBERS = number_files(3000)
 PAIRS = list(read_pairs(NUMBERS))
 TOKENIZER = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
 SIDES = ["source", "target"]
-SAMPLED = {"bpe_dropout": 0.2, "num_samples": 3, "seed": 5}
+SAMPLED = {"sampling": BpeDropout(0.2, 3), "seed": 5}
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +107,7 @@ def test_copies_of_a_pair_have_different_segmentations(tmp_path):
 
 
 def test_chunks_and_sides_of_a_text_draw_their_own_segmentations():
-    job = tokenize.TokenizeJob(TOKENIZER, DataConfig(), bpe_dropout=0.3)
+    job = tokenize.TokenizeJob(TOKENIZER, DataConfig(), sampling=BpeDropout(0.3))
     same = [("seventeen thousand", "seventeen thousand")] * 5
     drawn = [job.tokenize(number, same).sides for number in (0, 1, 1)]
     flat = [[tuple(tokens.tolist()) for tokens, _ in sides] for sides in drawn]
@@ -134,19 +135,24 @@ def test_settings_that_change_the_corpus(tmp_path):
     for pairs, tokenizer, config, sampling in builds * 2:
         build_corpus(pairs, tokenizer, config, tmp_path, **sampling)
     assert len(list(tmp_path.glob("[!.]*"))) == len(builds)
-    build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path, seed=3, num_samples=2)
+    build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path, seed=3)
     assert len(list(tmp_path.glob("[!.]*"))) == len(builds)  # these settings do not
 
 
 def test_corpora_sampled_by_an_earlier_version_are_not_used():
     """Until 2026-11, BPE-dropout was SentencePiece's; the other corpora are still valid."""
     text, data = ParallelText(NUMBERS, ""), DataConfig()
-    for sampled in ((0.0, 1, 0), (0.1, 8, 0)):
-        earlier = [(5, tokenize._CHUNK_PAIRS), text.fingerprint, TOKENIZER.fingerprint]
-        earlier += [(data.max_source_length, data.max_target_length), sampled]
-        found = tokenize.TokenizeJob(TOKENIZER, data, *sampled).fingerprint(text)
-        same = found == hashlib.sha256(json.dumps(earlier).encode()).hexdigest()
-        assert same == (not sampled[0])
+
+    def digest(sampled):
+        fields = [(5, tokenize._CHUNK_PAIRS), text.fingerprint, TOKENIZER.fingerprint]
+        fields += [(data.max_source_length, data.max_target_length), sampled]
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+    plain = tokenize.TokenizeJob(TOKENIZER, data)
+    sampled = tokenize.TokenizeJob(TOKENIZER, data, BpeDropout(0.1, 8))
+    assert plain.fingerprint(text) == digest((0.0, 1, 0))
+    assert sampled.fingerprint(text) == digest((("Algorithm 1", 0.1), 8, 0))
+    assert sampled.fingerprint(text) != digest((0.1, 8, 0))
 
 
 def test_a_finished_corpus_is_not_rebuilt(tmp_path, monkeypatch):
@@ -179,11 +185,11 @@ def test_a_new_run_reads_the_text_twice_and_a_resumed_run_once(tmp_path, monkeyp
 def test_equal_lines_of_several_files_get_different_segmentations(tmp_path):
     config, data = from_text(tmp_path, PAIRS[:300])
     twice = dataclasses.replace(config, source=("source",) * 2, target=("target",) * 2)
-    corpus = build_corpus(twice, TOKENIZER, data, tmp_path / "twice", bpe_dropout=0.3)
+    corpus = build_corpus(twice, TOKENIZER, data, tmp_path / "twice", sampling=BpeDropout(0.3))
     lengths = corpus.lengths()[0].reshape(2, -1)
     assert corpus.num_read == 600 and (lengths[0] != lengths[1]).any()
     from_text(tmp_path, PAIRS[:300] * 2)
-    whole = build_corpus(config, TOKENIZER, data, tmp_path / "whole", bpe_dropout=0.3)
+    whole = build_corpus(config, TOKENIZER, data, tmp_path / "whole", sampling=BpeDropout(0.3))
     assert sequences(whole, "source") == sequences(corpus, "source")
 
 
@@ -207,7 +213,7 @@ def test_filters(tmp_path, workers, sampling):
         tmp_path, pairs, max_source_length=60, max_target_length=60, workers=workers
     )
     corpus = build_corpus(config, TOKENIZER, data, tmp_path / "corpus", **sampling)
-    copies = sampling.get("num_samples", 1)
+    copies = sampling["sampling"].num_samples if sampling else 1
     assert (corpus.num_read, corpus.num_pairs) == (8 * copies, 2 * copies)
     found = [TOKENIZER.source.decode(ids) for ids in sequences(corpus, "source")]
     assert found == ["one"] * copies + ["six"] * copies

@@ -24,6 +24,7 @@ from transformer_jax.data.corpus import build_corpus
 from transformer_jax.data.sources import ParallelText, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import BatchConfig, DataConfig, PairsConfig, TokenizerConfig
+from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 NUMBERS = number_files(3000)
@@ -101,7 +102,7 @@ def test_a_corpus_is_that_of_the_same_pairs_as_text(tmp_path, name):
     tokenizer = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
     data, batches = DataConfig(workers=1), BatchConfig(tokens=512)
     as_text, as_rows = (
-        build_corpus(each, tokenizer, data, tmp_path / "corpora", bpe_dropout=0.1, num_samples=2)
+        build_corpus(each, tokenizer, data, tmp_path / "corpora", sampling=BpeDropout(0.1, 2))
         for each in (NUMBERS, config)
     )
     assert as_text.fingerprint != as_rows.fingerprint

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformer_jax.errors import UserError
 from transformer_jax.tokenization.special_ids import EOS_ID, UNK_ID
 from transformer_jax.tokenization.subword_model import SubwordModel
-from transformer_jax.tokenization.subword_sampling import model_proto
+from transformer_jax.tokenization.subword_sampling import BpeDropout, model_proto
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.vocabulary import Vocabulary
 from transformer_jax.translation.segments import cut
@@ -83,7 +83,7 @@ def test_rare_drops_give_the_segmentation_of_decoding(name, lines, seed):
     ours = model(name)
     foreign = SubwordModel(ours.model, own([*pieces(ours)[:4], *reversed(pieces(ours)[4:])]))
     for each in (ours, foreign):
-        assert each.encode(lines, bpe_dropout=1e-9, seed=seed) == each.encode(lines)
+        assert each.encode(lines, sampling=BpeDropout(1e-9), seed=seed) == each.encode(lines)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -93,8 +93,8 @@ def test_decoding_inverts_encoding(name, words, seed):
     ours, line = model(name), " ".join(words)
     foreign = SubwordModel(ours.model, own(pieces(ours)))
     for each in (ours, foreign):
-        for sampling in (0.0, 0.4):
-            [ids] = each.encode([line], bpe_dropout=sampling, seed=seed)
+        for sampling in (None, BpeDropout(0.4)):
+            [ids] = each.encode([line], sampling=sampling, seed=seed)
             assert each.decode(ids) == line
 
 
@@ -111,13 +111,13 @@ def test_segments_of_a_long_line_are_encoded_like_lines(name, words, limit):
     assert all(len(segment) <= limit for segment in segments)
 
 
-@pytest.mark.parametrize("sampling", [0.0, 0.1])
+@pytest.mark.parametrize("sampling", [None, BpeDropout(0.1)])
 def test_special_tokens_in_a_text_are_words(sampling):
     """Neither < nor > is in the vocabulary, so the whole word is one unknown token."""
     lines = ["</s>", "one </s> two", "<s><pad>"]
     letters = train(["a b c d"] * 9, model_type="bpe", vocab_size=9)
     for vocabulary in (None, own([piece.piece for piece in model_proto(letters).pieces])):
-        ids = SubwordModel(letters, vocabulary).encode(lines, bpe_dropout=sampling)
+        ids = SubwordModel(letters, vocabulary).encode(lines, sampling=sampling)
         assert {UNK_ID} < {token for line in ids for token in line}
         assert all(token > EOS_ID for line in ids for token in line)
 
@@ -131,7 +131,7 @@ def test_a_model_with_unused_tokens():
         UserError,
         match="without unused tokens; set tokenizer.bpe_dropout to 0",
     ):
-        changed.encode(TEXT, bpe_dropout=0.1)
+        changed.encode(TEXT, sampling=BpeDropout(0.1))
 
 
 # Algorithm 1
@@ -164,7 +164,8 @@ def test_sampling_has_the_papers_distribution(name, line, dropout):
     generator = random.Random(0)
     expected = Counter(algorithm_1(text, ranks, dropout, generator) for _ in range(n))
     found = Counter(
-        tuple(ours.tokens(ids)) for ids in ours.encode([line] * n, bpe_dropout=dropout, seed=1)
+        tuple(ours.tokens(ids))
+        for ids in ours.encode([line] * n, sampling=BpeDropout(dropout), seed=1)
     )
     assert len(expected) > 4
     distance = sum(abs(found[each] - expected[each]) for each in found | expected) / (2 * n)

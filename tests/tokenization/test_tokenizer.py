@@ -20,6 +20,7 @@ from transformer_jax.tokenization import tokenizer as tokenizer_module
 from transformer_jax.tokenization.languages import Languages
 from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenization.subword_model import SubwordModel
+from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.vocabulary import Vocabulary
 
@@ -49,10 +50,10 @@ BYTES = train(vocab_size=330, byte_fallback=True, normalization="identity")
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
 def test_decoding_inverts_encoding(algorithm, joint):
     tokenizer = train(algorithm, joint)
-    for sampling in (0.0, 0.3) if algorithm == "bpe" else (0.0,):
-        ids = tokenizer.source.encode(SOURCES, bpe_dropout=sampling, seed=1)
+    for sampling in (None, BpeDropout(0.3)) if algorithm == "bpe" else (None,):
+        ids = tokenizer.source.encode(SOURCES, sampling=sampling, seed=1)
         assert [tokenizer.source.decode(line) for line in ids] == SOURCES
-        ids = tokenizer.target.encode(TARGETS, bpe_dropout=sampling, seed=1)
+        ids = tokenizer.target.encode(TARGETS, sampling=sampling, seed=1)
         assert [tokenizer.target.decode(line) for line in ids] == TARGETS
     assert (tokenizer.joint, tokenizer.source.vocab_size, tokenizer.target.vocab_size) == (
         joint,
@@ -63,10 +64,10 @@ def test_decoding_inverts_encoding(algorithm, joint):
 
 @given(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\u2581")),
-    st.sampled_from([0.0, 0.5]),
+    st.sampled_from([None, BpeDropout(0.5)]),
 )
 def test_identity_with_byte_fallback_inverts_any_line(line, sampling):
-    [ids] = BYTES.source.encode([line], bpe_dropout=sampling, seed=1)
+    [ids] = BYTES.source.encode([line], sampling=sampling, seed=1)
     assert BYTES.source.decode(ids) == line
     assert UNK_ID not in ids
 
@@ -158,7 +159,9 @@ def test_normalization_of_the_zero_width_non_joiner(rule, keeps):
 def test_sampling_with_probability_0_is_sentencepieces_segmentation():
     for tokenizer in (train(), BYTES):
         lines = [*SOURCES, "caf\u00e9 \u4e2d\u4e2d forty", "  a  b "]
-        assert tokenizer.source.encode(lines, bpe_dropout=1e-12) == tokenizer.source.encode(lines)
+        assert tokenizer.source.encode(
+            lines, sampling=BpeDropout(1e-12)
+        ) == tokenizer.source.encode(lines)
 
 
 def test_sampling_depends_only_on_the_seed(tmp_path):
@@ -166,12 +169,12 @@ def test_sampling_depends_only_on_the_seed(tmp_path):
     tokenizer.save(tmp_path)
 
     def ids_of(seed):
-        return tokenizer.source.encode(AMBIGUOUS[:200], bpe_dropout=0.05, seed=seed)
+        return tokenizer.source.encode(AMBIGUOUS[:200], sampling=BpeDropout(0.05), seed=seed)
 
     def digest(seed):
         return hashlib.sha256(
             json.dumps(
-                tokenizer.source.encode(AMBIGUOUS[:200], bpe_dropout=0.05, seed=seed)
+                tokenizer.source.encode(AMBIGUOUS[:200], sampling=BpeDropout(0.05), seed=seed)
             ).encode()
         ).hexdigest()
 
@@ -179,10 +182,11 @@ def test_sampling_depends_only_on_the_seed(tmp_path):
     program = f"""
 import hashlib, json, sys
 from transformer_jax.tokenization.subword_model import SubwordModel
+from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.vocabulary import Vocabulary
 lines = json.load(sys.stdin)
-ids = Tokenizer.load({str(tmp_path)!r}).source.encode(lines, bpe_dropout=0.05, seed=1)
+ids = Tokenizer.load({str(tmp_path)!r}).source.encode(lines, sampling=BpeDropout(0.05), seed=1)
 print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
 """
     other = subprocess.run(
@@ -342,10 +346,10 @@ def test_user_defined_symbols_are_never_split(algorithm, joint):
     symbols = ("<2de>", "<2de-formal>", "<BT>")
     tokenizer = train(algorithm, joint, vocab_size=64, user_defined_symbols=symbols)
     lines = ["<2de> one hundred", "<2de-formal> <BT> six", "one<BT>two", "seven"]
-    for sampling in (0.0, 0.5) if algorithm == "bpe" else (0.0,):
+    for sampling in (None, BpeDropout(0.5)) if algorithm == "bpe" else (None,):
         found = [
             tokenizer.source.tokens(ids)
-            for ids in tokenizer.source.encode(lines, bpe_dropout=sampling, seed=3)
+            for ids in tokenizer.source.encode(lines, sampling=sampling, seed=3)
         ]
         assert [[piece for piece in pieces if piece in symbols] for pieces in found] == [
             ["<2de>"],
@@ -357,10 +361,10 @@ def test_user_defined_symbols_are_never_split(algorithm, joint):
         assert [tokenizer.source.decode(tokenizer.source.ids(pieces)) for pieces in found] == lines
     plain = [tokenizer.source.encode([line])[0] for line in lines]
     if algorithm == "bpe":
-        assert tokenizer.source.encode(lines, bpe_dropout=1e-12) == plain
+        assert tokenizer.source.encode(lines, sampling=BpeDropout(1e-12)) == plain
     else:
         with pytest.raises(UserError, match=r"tokenizer\.bpe_dropout needs a BPE model"):
-            tokenizer.source.encode(lines, bpe_dropout=0.1)
+            tokenizer.source.encode(lines, sampling=BpeDropout(0.1))
     tags = [tokenizer.source.split_tag(line) for line in lines]
     assert [rest for _, rest in tags] == [" one hundred", " six", "one<BT>two", "seven"]
     assert [tokenizer.source.tokens(ids) for ids, _ in tags][1:] == [
@@ -426,8 +430,8 @@ def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
     imported = _imported(models, pieces)
     assert imported.joint
     with_sign = _imported(models, [*pieces, "Ω"])
-    for sampling in (0.0, 0.1):
-        assert len(pieces) in with_sign.source.encode(["one Ω two"], bpe_dropout=sampling)[0]
+    for sampling in (None, BpeDropout(0.1)):
+        assert len(pieces) in with_sign.source.encode(["one Ω two"], sampling=sampling)[0]
         assert with_sign.source.split_tag(">>fra<< one") == ([UNK_ID], " one")
     grown = imported.with_symbols(("<2fr>", ">>deu<<"))
     deu, fr = len(pieces) - 1, len(pieces)

@@ -24,6 +24,7 @@ from transformer_jax.data.tokenize import TokenizeJob, concatenate, tokenized
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import DataConfig, PairsConfig
 from transformer_jax.storage.files import MANIFEST, checksums, remove_folder
+from transformer_jax.tokenization.subword_sampling import SubwordSampling
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenized corpus of N pairs. With BPE-dropout, it contains each pair several times."""
+    """Tokenized corpus of N pairs. With subword sampling, it contains each pair several times."""
 
     fingerprint: str
     """SHA-256 (hex) of the text and the settings. Empty if built from lists."""
@@ -106,23 +107,21 @@ def build_corpus(
     data: DataConfig,
     directory: str | Path,
     *,
-    bpe_dropout: float = 0.0,
-    num_samples: int = 1,
+    sampling: SubwordSampling | None = None,
     seed: int = 0,
     run_id: str = "",
 ) -> Corpus:
     """Tokenize ``text`` into ``directory``, or open the corpus if it already exists there.
 
     Drops pairs that are empty or too long. Raises ``UserError`` if no pairs remain. With
-    ``bpe_dropout`` (see ``SubwordModel.encode``), the corpus contains each pair ``num_samples``
-    times, each time in a newly drawn segmentation. The result does not depend on ``data.workers``.
-    The name of the unfinished corpus contains ``run_id``.
+    ``sampling``, the corpus contains each pair several times, each time in a newly drawn
+    segmentation. The result does not depend on ``data.workers``. The name of the unfinished corpus
+    contains ``run_id``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
-    job = TokenizeJob(tokenizer, data)
-    if bpe_dropout:
-        job = TokenizeJob(tokenizer, data, bpe_dropout, num_samples, seed)
+    # Without sampling, the corpus does not depend on the seed.
+    job = TokenizeJob(tokenizer, data, sampling, seed if sampling else 0)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     corpus = open_corpus(directory, job.fingerprint(text))

@@ -27,11 +27,11 @@ from transformer_jax.data.sources import ParallelText
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig
+from transformer_jax.tokenization.subword_sampling import SubwordSampling
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_links
 
 _FORMAT = 5  # part of the fingerprint; increase it if the arrays for the same input change
-_SAMPLING = "Algorithm 1"  # version of the array format of sampled segmentations
 _CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed
 
 Pairs = list[tuple[Any, ...]]  # source, target and, if the text is aligned, links of words
@@ -51,9 +51,13 @@ class TokenizeJob:
 
     tokenizer: Tokenizer
     data: DataConfig
-    bpe_dropout: float = 0.0
-    num_samples: int = 1
+    sampling: SubwordSampling | None = None
     seed: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        """Number of copies of each pair."""
+        return self.sampling.num_samples if self.sampling else 1
 
     def fingerprint(self, text: ParallelText) -> str:
         """Return the SHA-256 (hex) of the text, the settings and the format."""
@@ -63,7 +67,7 @@ class TokenizeJob:
             text.fingerprint,
             self.tokenizer.fingerprint,
             (data.max_source_length, data.max_target_length),
-            (self.bpe_dropout and (_SAMPLING, self.bpe_dropout), self.num_samples, self.seed),
+            (self.sampling.version if self.sampling else 0.0, self.num_samples, self.seed),
         ]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
@@ -85,7 +89,7 @@ class TokenizeJob:
             digest = hashlib.sha256(repr((self.seed, number, i)).encode()).digest()
             seed = int.from_bytes(digest[:4], "little")
             lines = [pair[i] for pair in pairs]
-            tokens = side.encode(lines, bpe_dropout=self.bpe_dropout, seed=seed)
+            tokens = side.encode(lines, sampling=self.sampling, seed=seed)
             tokens = list(map(affixes.target if i else affixes.source, tokens))
             sides.append(concatenate(tokens, self.dtypes()[i], side.eos_id))
             encoded.append(tokens)

@@ -16,6 +16,7 @@ import sentencepiece
 from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.tokenization.subword_sampling import (
     SubwordSampler,
+    SubwordSampling,
     any_of,
     model_proto,
     symbols_of,
@@ -58,7 +59,7 @@ class SentencePieceSegmenter:
         self.symbols = symbols_of(proto)
         # SentencePiece's ``decode`` removes the space added before a line, but not one after.
         self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
-        self._sampler: SubwordSampler | None = None
+        self._samplers: dict[SubwordSampling, SubwordSampler] = {}
 
     @property
     def tokens(self) -> dict[int, str]:
@@ -75,12 +76,13 @@ class SentencePieceSegmenter:
             return [self.processor.encode(lines[0])]
         return self.processor.encode(list(lines), num_threads=1)
 
-    def sample(self, lines: Sequence[str], dropout: float, seed: int) -> list[list[str]]:
-        """Draw a random segmentation of each line with BPE-dropout."""
-        if self._sampler is None or self._sampler.dropout != dropout:
-            self._sampler = SubwordSampler(self.processor, dropout)
+    def sample(self, lines: Sequence[str], sampling: SubwordSampling, seed: int) -> list[list[str]]:
+        """Draw a random segmentation of each line."""
+        if sampling not in self._samplers:
+            self._samplers[sampling] = sampling.sampler(self.processor)
+        sampler = self._samplers[sampling]
         generator = random.Random(seed)
-        return [self._sampler.sample(line, generator) for line in lines]
+        return [sampler.sample(line, generator) for line in lines]
 
     def decode(self, pieces: Sequence[str]) -> str:
         """Join pieces into text. Pieces that the model does not have keep ▁ in place of a space, so

@@ -13,6 +13,7 @@ from transformer_jax.tokenization.segmenters import (
     leading,
     make_segmenter,
 )
+from transformer_jax.tokenization.subword_sampling import SubwordSampling
 from transformer_jax.tokenization.vocabulary import Vocabulary
 
 _TAG = re.compile(TAG)
@@ -74,34 +75,35 @@ class SubwordModel:
         return len(self.vocabulary.tokens)
 
     def encode(
-        self, lines: Sequence[str], *, bpe_dropout: float = 0.0, seed: int = 0
+        self, lines: Sequence[str], *, sampling: SubwordSampling | None = None, seed: int = 0
     ) -> list[list[int]]:
         """Encode the text of each line as token ids, without BOS, EOS and languages
         (``Tokenizer.affixes``).
 
-        If ``bpe_dropout`` is positive, draws a random segmentation of each line, where each merge
-        is dropped with this probability. The same ``lines`` and ``seed`` give the same result.
+        With ``sampling``, draws a random segmentation of each line. The same ``lines`` and ``seed``
+        give the same result.
 
         Raises ``UserError`` if ``lines`` is a single line.
         """
         if isinstance(lines, str):
             raise UserError(f"lines is {short_repr(lines)}; expected a list of lines.")
-        if self._same_ids and not bpe_dropout:
+        if self._same_ids and sampling is None:
             encoded = self.segmenter.encode_as_ids(lines)
             if self.has_own_vocabulary:  # whose control symbols are never in text
                 return encoded
             return [self.vocabulary.without_controls(ids) for ids in encoded]
         tags = [self._tag(line) for line in lines]
         texts = [line[len(tag) :] for line, tag in zip(lines, tags)]
-        if not bpe_dropout:
+        if sampling is None:
             segmented = self.segmenter.encode(texts)
         elif isinstance(self.segmenter, JsonSegmenter):
             raise UserError(
-                f"tokenizer.bpe_dropout is {bpe_dropout}; expected 0, because BPE-dropout needs a "
-                "SentencePiece model and this model has a tokenizer.json file."
+                f"The training text is segmented with {sampling}; expected no subword sampling "
+                "(tokenizer.bpe_dropout 0), because it needs a SentencePiece model and this model "
+                "has a tokenizer.json file."
             )
         else:
-            segmented = self.segmenter.sample(texts, bpe_dropout, seed)
+            segmented = self.segmenter.sample(texts, sampling, seed)
         return [
             self.vocabulary.text_ids([tag, *pieces] if tag else pieces)
             for tag, pieces in zip(tags, segmented)

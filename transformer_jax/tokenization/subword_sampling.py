@@ -1,4 +1,7 @@
-"""Random segmentation for subword regularization: BPE-dropout with a reproducible seed.
+"""Subword sampling: random segmentations of a training text, with a reproducible seed.
+
+``subword_sampling`` returns the kind that the settings turn on, a ``SubwordSampling``: so far, this
+is always ``BpeDropout``.
 
 SentencePiece can also sample, but (as of 0.2.3) it salts each process's generator randomly, so a
 seed does not reproduce a segmentation. Its distribution also differs from the paper's: a dropped
@@ -11,15 +14,17 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError
+from transformer_jax.settings.config import TokenizerConfig
 
 # Units that are segmented separately: words that start with ▁ (a space), words that end with ▁, or,
 # if tokens span several words, the whole line.
@@ -45,12 +50,42 @@ def any_of(symbols: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(symbols, key=len, reverse=True))) or "(?!)"
 
 
-class SubwordSampler:
+@dataclass(frozen=True)
+class BpeDropout:
     """BPE-dropout (Provilkov et al., 2020, Algorithm 1).
 
     Before every merge, each possible merge is dropped with probability ``dropout``. The best of the
     others is made. Segmentation ends when none is left.
     """
+
+    dropout: float
+    num_samples: int = 1
+    """Number of copies of each pair in a corpus, each in a newly drawn segmentation."""
+
+    @property
+    def version(self) -> Sequence[object]:
+        """What determines a segmentation, for the fingerprint of a corpus."""
+        return "Algorithm 1", self.dropout
+
+    def sampler(self, processor: sentencepiece.SentencePieceProcessor) -> SubwordSampler:
+        """Return the sampler of a SentencePiece model. Raises ``UserError`` if the model does not
+        suit.
+        """
+        return SubwordSampler(processor, self.dropout)
+
+
+SubwordSampling: TypeAlias = BpeDropout
+
+
+def subword_sampling(config: TokenizerConfig) -> SubwordSampling | None:
+    """Return the kind of sampling that the settings turn on, if any."""
+    if config.bpe_dropout:
+        return BpeDropout(config.bpe_dropout, config.bpe_dropout_samples)
+    return None
+
+
+class SubwordSampler:
+    """Draws segmentations with ``BpeDropout``."""
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, dropout: float) -> None:
         model = model_proto(processor.serialized_model_proto())

@@ -50,6 +50,7 @@ from transformer_jax.settings.changes import (
     settings_of_all_processes,
 )
 from transformer_jax.settings.config import Config, DataConfig, TrainingConfig
+from transformer_jax.tokenization.subword_sampling import subword_sampling
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.optimizer import check_frozen
 from transformer_jax.training.step import (
@@ -198,8 +199,7 @@ def build_files(
             tokenizer,
             config.data,
             workdir.path("corpus"),
-            bpe_dropout=config.tokenizer.bpe_dropout if name == "train" else 0.0,
-            num_samples=config.tokenizer.bpe_dropout_samples,
+            sampling=subword_sampling(config.tokenizer) if name == "train" else None,
             seed=config.seed,
             run_id=workdir.claim_id,
         )
