@@ -19,15 +19,16 @@ from runs import ONE, changed
 
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
-from transformer_jax.pretrained.loading import load_model, save_model
-from transformer_jax.runs import averaging, checkpoint_folder, manifest
+from transformer_jax.pretrained.loading import load_model
+from transformer_jax.runs import averaging, manifest
 from transformer_jax.runs import checkpoints as checkpoint_module
 from transformer_jax.runs.checkpoint_folder import (
     complete_steps,
-    newest_intact_step,
+    newest_intact,
 )
 from transformer_jax.runs.checkpoints import Checkpoints
-from transformer_jax.runs.manifest import delete_complete, write_manifest
+from transformer_jax.runs.manifest import Manifest, delete_complete, write_manifest
+from transformer_jax.runs.model_folder import save_model
 from transformer_jax.runs.progress import Progress
 from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.config import (
@@ -113,9 +114,9 @@ def _chosen(checkpoints: Checkpoints, step: int, training: TrainingConfig) -> li
 
 
 def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunctions) -> None:
-    assert newest_intact_step(checkpoints.folder) is None
+    assert newest_intact(checkpoints.folder) is None
     _save(checkpoints, run, 7, best_step=3)
-    state, progress = checkpoints.restore(7, run.abstract_state)
+    state, progress = checkpoints.restore(Manifest(checkpoints.path(7)), run.abstract_state)
     chex.assert_trees_all_equal(state, _state(run, 7))
     assert progress == Progress(best_step=3)
 
@@ -248,13 +249,13 @@ def test_each_checkpoint_is_verified_once(
     checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(checkpoints, run, 10, 20)
-    verified, corruption = [], checkpoint_folder.corruption
+    verified, corruption = [], Manifest.corruption
 
-    def counted(path: Path, **options: bool) -> str:
-        verified.append(int(path.name))
-        return corruption(path, **options)
+    def counted(checkpoint: Manifest, **options: bool) -> str:
+        verified.append(checkpoint.steps[0])
+        return corruption(checkpoint, **options)
 
-    monkeypatch.setattr(checkpoint_folder, "corruption", counted)
+    monkeypatch.setattr(Manifest, "corruption", counted)
     list(averaging.load_averages(checkpoints.folder, checkpoints.steps()[::-1]))
     assert verified == [20, 10]
 
@@ -285,7 +286,7 @@ def test_loading_a_corrupt_checkpoint_fails_and_training_resumes_from_an_older_o
             load_model(path)
     assert load_model(checkpoints.folder / "00000001")
     with caplog.at_level(logging.WARNING), Workdir(tmp_path).open(config) as step:
-        state, _ = checkpoints.restore(step, run.abstract_state)
+        state, _ = checkpoints.restore(Manifest(checkpoints.path(step)), run.abstract_state)
     assert int(state.step) == step == 1
     assert "00000002 is corrupt" in caplog.text
     assert checkpoints.steps() == [1]
@@ -330,7 +331,7 @@ def test_an_error_while_restoring_does_not_mean_corruption(
 
     monkeypatch.setattr(checkpoint_module.ocp, "load_checkpointables", out_of_memory)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        checkpoints.restore(2, run.abstract_state)
+        checkpoints.restore(Manifest(checkpoints.path(2)), run.abstract_state)
     assert checkpoints.steps() == [1, 2]
 
 
@@ -374,7 +375,7 @@ def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(where, tmp_path, mo
 def test_a_step_is_saved_once(checkpoints: Checkpoints, run: StepFunctions) -> None:
     _save(checkpoints, run, 1, corpus="one")
     _save(checkpoints, run, 1, corpus="another")
-    assert checkpoints.restore(1, run.abstract_state)[1].corpus == "one"
+    assert checkpoints.restore(Manifest(checkpoints.path(1)), run.abstract_state)[1].corpus == "one"
     assert checkpoints.has_complete(1)
 
 
@@ -459,7 +460,7 @@ def test_progress_of_another_version_is_an_error_that_names_the_field(
     fields = {name: value for name, value in fields.items() if change.get(name, 0) is not None}
     write_manifest(path, config, tokenizer, {"progress": fields})
     with pytest.raises(UserError, match=rf"00000001/manifest.json: .* progress: {field}\. Resume"):
-        checkpoints.restore(1, run.abstract_state)
+        checkpoints.restore(Manifest(checkpoints.path(1)), run.abstract_state)
 
 
 def test_an_average_skips_irregular_checkpoints_before_its_last_one(
@@ -535,13 +536,14 @@ def test_intervals_are_read_once_and_a_single_candidate_needs_no_dev_loss(
     checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(checkpoints, run, 1, 2)
-    read, config_of = [], averaging.config_of
+    read = []
 
-    def counted(folder: Path) -> Config:
-        read.append(folder.name)
-        return config_of(folder)
+    class Counted(Manifest):
+        def __init__(self, folder: Path) -> None:
+            read.append(folder.name)
+            super().__init__(folder)
 
-    monkeypatch.setattr(averaging, "config_of", counted)
+    monkeypatch.setattr(averaging, "Manifest", Counted)
     training = TrainingConfig(keep_checkpoints=2, average=1)
     steps = [2, 1]
     assert averaging.retained_steps(checkpoints.folder, steps, 1, training) == {1, 2}

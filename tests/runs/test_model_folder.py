@@ -13,9 +13,11 @@ import pytest
 from flax import nnx
 from runs import ONE, changed, no_evaluation, tiny
 
+from transformer_jax.devices.sharding import parameters_by_name
 from transformer_jax.errors import UserError
-from transformer_jax.pretrained.loading import load_model, save_model
+from transformer_jax.pretrained.loading import load_model
 from transformer_jax.runs import model_folder
+from transformer_jax.runs.model_folder import save_model
 from transformer_jax.settings.config_files import from_json, to_json
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
@@ -198,7 +200,7 @@ def test_an_interrupted_write_keeps_the_earlier_model(
     before = load_model(saved)
     with monkeypatch.context() as patch:
         patch.setattr(model_folder, "write_manifest", lambda *_: 1 / 0)
-        parameters = nnx.to_pure_dict(nnx.state(before[1], nnx.Param))
+        parameters = parameters_by_name(nnx.to_pure_dict(nnx.state(before[1], nnx.Param)))
         for folder in (saved, saved.with_name("new")):
             with pytest.raises(ZeroDivisionError):
                 model_folder.write_model(folder, before[0], parameters, before[2], [1])

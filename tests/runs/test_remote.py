@@ -225,7 +225,7 @@ def test_a_work_directory_is_pulled_unless_this_machine_wrote_last(here, there, 
     workdir.claim_id = "a"
     if there == "a":
         workdir.check_claim()
-        workdir.join("a")
+        workdir.join("a", None)
     else:
         with pytest.raises(UserError, match="another run has started"):
             workdir.check_claim()

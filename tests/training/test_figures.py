@@ -23,6 +23,7 @@ from runs import ONE, changed, entries, tiny
 
 from transformer_jax.errors import UserError
 from transformer_jax.runs.checkpoints import Checkpoints
+from transformer_jax.runs.manifest import Manifest
 from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.changes import differences_on_resume
 from transformer_jax.settings.config import Config
@@ -89,7 +90,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         found.end, checkpoints = prepared, prepared.checkpoints
         abstract = prepared.functions.abstract_state
         found.kept = {
-            step: checkpoints.restore(step, abstract)[1].tokens for step in checkpoints.steps()
+            step: checkpoints.restore(Manifest(checkpoints.path(step)), abstract)[1].tokens
+            for step in checkpoints.steps()
         }
         yield found
 

@@ -17,7 +17,8 @@ from random_models import WORDS, lines_of_words, make_model
 
 from transformer_jax.decoding import devices
 from transformer_jax.errors import UserError
-from transformer_jax.pretrained.loading import load_model, save_model
+from transformer_jax.pretrained.loading import load_model
+from transformer_jax.runs.model_folder import save_model
 from transformer_jax.settings.config import (
     Config,
     DecodingConfig,

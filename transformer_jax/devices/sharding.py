@@ -186,6 +186,11 @@ def parameter_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
+def parameters_by_name(parameters: Any) -> dict[str, Any]:
+    """Return the leaves of nested parameters by name (see ``parameter_name``)."""
+    return {parameter_name(path): leaf for path, leaf in jax.tree.leaves_with_path(parameters)}
+
+
 def map_named(function: Callable[..., Any], *trees: Any) -> Any:
     """Return the tree of ``function(name, *leaves)``, with the name of each leaf."""
     return jax.tree.map_with_path(lambda path, *x: function(parameter_name(path), *x), *trees)

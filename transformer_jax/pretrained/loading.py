@@ -18,9 +18,9 @@ from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.pretrained.weights import with_parameters
-from transformer_jax.runs.manifest import config_of, delete_complete
+from transformer_jax.runs.manifest import Manifest, delete_complete
 from transformer_jax.runs.mirror import cached_folder
-from transformer_jax.runs.model_folder import read_model, save_model
+from transformer_jax.runs.model_folder import SavedModel, open_saved_model, write_model
 from transformer_jax.runs.remote_workdir import local_copy
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import MANIFEST, locked
@@ -34,14 +34,15 @@ def load_model(path: str | Path) -> tuple[Config, Transformer, Tokenizer]:
     checkpoint, and its config.json determines the ``decoding`` settings. Raises ``UserError`` if
     the model or checkpoint is missing or corrupt.
     """
-    config, parameters, tokenizer = load_parameters(path)
-    graph = abstract_model(config.model).graph
-    return config, nnx.merge(graph, jax.tree.map(jnp.asarray, parameters)), tokenizer
+    saved = open_model(path)
+    graph = abstract_model(saved.config.model).graph
+    model = nnx.merge(graph, jax.tree.map(jnp.asarray, saved.parameters()))
+    return saved.config, model, saved.tokenizer
 
 
-def load_parameters(path: str | Path) -> tuple[Config, Any, Tokenizer]:
-    """Load a model like ``load_model``, but as a nested dict of NumPy arrays."""
-    return read_model(local_workdir(path), path)
+def open_model(path: str | Path) -> SavedModel:
+    """Open a model like ``load_model``, without reading its parameters."""
+    return open_saved_model(local_workdir(path), path)
 
 
 def local_workdir(workdir: str | Path) -> Path:
@@ -68,7 +69,7 @@ def pretrained_workdir(name: str | Path) -> Path:
     folder = cached_folder(f"{source.resolve()}-{_fingerprint(source)}", "read")
     with locked(folder.with_suffix(".lock")):
         try:
-            config_of(folder)
+            Manifest(folder).config  # noqa: B018  reads it
         except UserError:  # not imported yet, or by another version of this package
             delete_complete(folder)
             import_into(source, folder)
@@ -85,29 +86,29 @@ def _fingerprint(source: Path) -> str:
 def import_huggingface(
     folder: Path,
     *,
-    lazy: bool = False,
     allow_pickle: bool = False,
     languages: tuple[str, str] = ("", ""),
 ) -> tuple[Config, Transformer, Tokenizer]:
     """Load a pretrained model of a family in ``families.py``.
 
-    ``save_model`` writes the result as a model folder. Token ids are those of transformers. If
-    ``lazy``, parameters are read when they are saved, one at a time. With ``allow_pickle``, models
-    are also read from pytorch_model.bin, by PyTorch, whole. ``languages`` are the codes of source
-    and target by default, for a model of many languages.
+    Token ids are those of transformers. With ``allow_pickle``, models are also read from
+    pytorch_model.bin, by PyTorch, whole. ``languages`` are the codes of source and target by
+    default, for a model of many languages.
 
     Raises:
       UserError: a file, setting or tensor is missing, unexpected or unsupported.
     """
     pretrained = Pretrained(folder, allow_pickle=allow_pickle, languages=languages)
     shape = pretrained.model_config()
-    parameters = pretrained.parameters(shape)
-    arrays = parameters if lazy else {name: jnp.asarray(x) for name, x in parameters.items()}
+    arrays = {name: jnp.asarray(x) for name, x in pretrained.parameters(shape).items()}
     return pretrained.config(shape), with_parameters(shape, arrays), pretrained.tokenizer()
 
 
 def import_into(source: Path, folder: Path, **options: Any) -> None:
     """Write the model folder of the pretrained model in ``source`` to the empty ``folder``.
-    ``options`` are those of ``import_huggingface``.
+    ``options`` are those of ``import_huggingface``. Parameters are read and written one at a time.
     """
-    save_model(folder, *import_huggingface(source, lazy=True, **options))
+    pretrained = Pretrained(source, **options)
+    shape = pretrained.model_config()
+    parameters = pretrained.parameters(shape)
+    write_model(folder, pretrained.config(shape), parameters, pretrained.tokenizer(), [])

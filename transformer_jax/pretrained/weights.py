@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from transformer_jax.devices.sharding import parameter_name
+from transformer_jax.devices.sharding import parameter_name, parameters_by_name
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_model, parameter_shapes
 from transformer_jax.pretrained.files import LazyArray
@@ -143,7 +143,8 @@ def with_parameters(config: ModelConfig, parameters: Mapping[str, Any]) -> Trans
 def plain_weights(model: Transformer) -> Weights:
     """Return the plain weights of ``model``. Learned positions are scaled like the embeddings."""
     weights = {}
-    for name, parameter in _by_name(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
+    parameters = parameters_by_name(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    for name, parameter in parameters.items():
         x = np.asarray(parameter).reshape(_plain_shape(name, parameter.shape))
         scale = _scale(name, model.config)
         weights[name] = x * scale if scale else x
@@ -193,10 +194,6 @@ def _plain_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if re.search(r"_attention\.(query|key|value)\.", name):
         return (*shape[:-2], shape[-2] * shape[-1])
     return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
-
-
-def _by_name(parameters: Any) -> list[tuple[str, Any]]:
-    return [(parameter_name(path), x) for path, x in jax.tree.leaves_with_path(parameters)]
 
 
 def _scale(name: str, config: ModelConfig) -> np.float32 | None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from transformer_jax.runs.checkpoint_folder import checkpoint_name, read_parameters
-from transformer_jax.runs.manifest import config_of
+from transformer_jax.runs.manifest import Manifest
 from transformer_jax.settings.config import TrainingConfig
 from transformer_jax.storage.files import AnyPath
 
@@ -83,11 +83,13 @@ def describe_steps(steps: Sequence[int]) -> str:
 def load_averages(checkpoints: AnyPath, steps: Sequence[int]) -> Iterator[Any]:
     """Yield the average of the first n steps' checkpoints, for n = 1, 2, and so on.
 
-    Each checkpoint is read once (see ``read_parameters``).
+    Each checkpoint is verified and read once.
     """
     first = total = None
     for count, step in enumerate(steps, start=1):
-        loaded = read_parameters(checkpoints / checkpoint_name(step))
+        checkpoint = Manifest(checkpoints / checkpoint_name(step))
+        checkpoint.verify()
+        loaded = read_parameters(checkpoint)
         first = loaded if first is None else first
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
         yield jax.tree.map(partial(_mean, count), first, loaded, total)
@@ -108,7 +110,7 @@ def _candidates(
     """
 
     def is_scheduled(step: int) -> bool:
-        config = config_of(checkpoints / checkpoint_name(step))
+        config = Manifest(checkpoints / checkpoint_name(step)).config
         return step % config.training.checkpoint_every == 0
 
     scheduled = [step for step in steps if is_scheduled(step)]

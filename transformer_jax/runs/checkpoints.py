@@ -24,15 +24,9 @@ from transformer_jax.runs.checkpoint_folder import (
     checkpoint_name,
     complete_steps,
     load_state,
-    newest_intact_step,
+    newest_intact,
 )
-from transformer_jax.runs.manifest import (
-    config_of,
-    delete_complete,
-    read_manifest,
-    write_manifest,
-)
-from transformer_jax.runs.model_folder import is_model
+from transformer_jax.runs.manifest import Manifest, delete_complete, write_manifest
 from transformer_jax.runs.progress import Progress
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import MANIFEST, MODEL, AnyPath, remove_folder, retry
@@ -81,20 +75,16 @@ class Checkpoints:
         """Return the steps that have a complete checkpoint, oldest first."""
         return retry(self.folder, lambda: complete_steps(self.folder))
 
-    def newest(self) -> int | None:
-        """Return the step of the newest intact checkpoint, or None if there are no checkpoints.
+    def newest(self) -> Manifest | None:
+        """Return the manifest of the newest intact checkpoint, or None if there are no checkpoints.
 
         Raises ``UserError`` if all are corrupt.
         """
-        return newest_intact_step(self.folder)
+        return newest_intact(self.folder)
 
     def path(self, step: int) -> AnyPath:
         """Return the folder of a step's checkpoint."""
         return self.folder / checkpoint_name(step)
-
-    def config(self, step: int) -> Config:
-        """Return the config with which a step's checkpoint was saved."""
-        return config_of(self.path(step))
 
     def save(self, state: Any, progress: Progress) -> None:
         """Start saving a checkpoint, and return once the state is copied.
@@ -137,13 +127,13 @@ class Checkpoints:
 
         return broadcast_from_first(is_complete)
 
-    def restore(self, step: int, abstract_state: State) -> tuple[State, Progress]:
-        """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
-        path = self.path(step)
-        parts = load_state(path, _parts(abstract_state))
+    def restore(self, checkpoint: Manifest, abstract_state: State) -> tuple[State, Progress]:
+        """Restore a checkpoint with the same shardings as ``abstract_state``."""
+        parts = load_state(checkpoint, _parts(abstract_state))
         fields = {"parameters": parts["parameters"], "ema": parts.get("ema"), **parts["rest"]}
         state = dataclasses.replace(abstract_state, **fields)  # type: ignore[type-var]
-        return state, Progress.parse(read_manifest(path).get("progress"), str(path / MANIFEST))
+        name = str(checkpoint.folder / MANIFEST)
+        return state, Progress.parse(checkpoint.content.get("progress"), name)
 
     def choose_average(
         self,
@@ -206,7 +196,7 @@ class Checkpoints:
             if step not in steps_to_keep:
                 delete_complete(self.path(step))
         model = self._owner.folder / MODEL
-        if is_model(model):
+        if Manifest(model).is_model:
             delete_complete(model)
 
     def _discard(self, path: AnyPath, error: Exception) -> None:

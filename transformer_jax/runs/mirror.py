@@ -13,12 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from transformer_jax.runs.checkpoint_folder import checkpoint_name, complete_steps
-from transformer_jax.runs.manifest import (
-    corruption,
-    delete_complete,
-    read_manifest,
-    resume_only_files,
-)
+from transformer_jax.runs.manifest import Manifest, delete_complete
 from transformer_jax.storage.files import (
     MANIFEST,
     MODEL,
@@ -101,13 +96,15 @@ def mirror_folder(
 
     Its manifest is copied last. Calls ``check_claim`` before it deletes or completes ``target``.
     """
-    is_current = read_manifest(source) == read_manifest(target)
-    if is_current and not (isinstance(target, Path) and corruption(target, resuming=resuming)):
+    original = Manifest(source)
+    copy = Manifest(target)
+    is_current = copy.content == original.content
+    if is_current and not (isinstance(target, Path) and copy.corruption(resuming=resuming)):
         return
     check_claim()
     delete_complete(target)
     try:
-        copy_folder(source, target, (MANIFEST, *(() if resuming else resume_only_files(source))))
+        copy_folder(source, target, (MANIFEST, *(() if resuming else original.resume_only_files)))
         check_claim()
         copy_file(source / MANIFEST, target / MANIFEST)
     except FileNotFoundError:  # the run has deleted it in the meantime

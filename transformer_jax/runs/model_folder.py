@@ -18,37 +18,27 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 
-from transformer_jax.devices.sharding import parameter_name
-from transformer_jax.errors import UserError, short_repr
+from transformer_jax.devices.sharding import parameters_by_name
+from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runs.averaging import describe_steps
 from transformer_jax.runs.checkpoint_folder import (
-    PARAMETERS,
     checkpoint_name,
     complete_steps,
     load_tokenizer,
     read_parameters,
 )
-from transformer_jax.runs.manifest import (
-    config_of,
-    delete_complete,
-    read_manifest,
-    write_manifest,
-)
+from transformer_jax.runs.manifest import PARAMETERS, Manifest, delete_complete, write_manifest
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import load_config_file, to_json
 from transformer_jax.storage.files import (
-    MANIFEST,
     MODEL,
-    AnyPath,
     is_checkpoint,
-    kind_of,
     local_path,
     remove_folder,
     write_atomically,
@@ -58,39 +48,50 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-def read_model(saved: Path, name: str | Path) -> tuple[Config, Any, Tokenizer]:
-    """Read the trained model of a work directory, a model folder or a checkpoint on this machine,
-    with its parameters as a nested dict of NumPy arrays.
+class SavedModel(NamedTuple):
+    """A trained model on this machine: a model folder or a checkpoint."""
+
+    config: Config
+    """Settings; in a work directory, its config.json determines the ``decoding`` settings."""
+    tokenizer: Tokenizer
+    manifest: Manifest
+
+    def parameters(self) -> Any:
+        """Read the parameters as a nested dict of NumPy arrays."""
+        return read_parameters(self.manifest)
+
+
+def open_saved_model(folder: Path, name: str | Path) -> SavedModel:
+    """Open the trained model of a work directory, a model folder or a checkpoint on this machine.
 
     In a work directory, this is the model in ``model/`` or, until training finishes, the newest
-    checkpoint, and its config.json determines the ``decoding`` settings. Messages call the folder
-    ``name``. Raises ``UserError`` if the model or checkpoint is missing or corrupt.
+    checkpoint. Messages call the folder ``name``. Raises ``UserError`` if the model or checkpoint
+    is missing or corrupt.
     """
-    workdir = saved
+    workdir = folder
     note = ""
-    if is_checkpoint(saved):
-        workdir = saved.parents[1]
-    elif os.path.lexists(saved / MODEL):  # a dangling link too: it is not a missing model
-        saved /= MODEL
-        _check_link(saved)
-    elif steps := complete_steps(saved / "checkpoints"):
-        saved = saved / "checkpoints" / checkpoint_name(steps[-1])
+    if is_checkpoint(folder):
+        workdir = folder.parents[1]
+    elif os.path.lexists(folder / MODEL):  # a dangling link too: it is not a missing model
+        folder /= MODEL
+        _check_link(folder)
+    elif steps := complete_steps(folder / "checkpoints"):
+        folder = folder / "checkpoints" / checkpoint_name(steps[-1])
         note = "no model/ (training has not finished, or an earlier version ended it), so "
-    resumable = is_checkpoint(saved)
-    if not (resumable or is_model(saved)):
+    manifest = Manifest(folder)
+    if not (manifest.is_checkpoint or manifest.is_model):
         raise UserError(
             f"{str(name)!r} has no checkpoint; expected a work directory written by train.py "
             "--workdir, one of the folders in its checkpoints/, or a model folder."
         )
-    if not (resumable or read_manifest(saved)):
-        load_config_file(saved / "config.json")  # an error that names the format of transformers
-    parameters = read_parameters(saved)
-    config = config_of(saved)
-    tokenizer = load_tokenizer(workdir if resumable else saved, saved)
-    steps = [int(saved.name)] if resumable else averaged_steps(saved)
-    logger.info("%s: %s%s.", name, note, describe_steps(steps))
+    if not (manifest.is_checkpoint or manifest.content):
+        load_config_file(folder / "config.json")  # an error that names the format of transformers
+    manifest.verify()
+    tokenizer = load_tokenizer(workdir if manifest.is_checkpoint else folder, manifest)
+    logger.info("%s: %s%s.", name, note, describe_steps(manifest.steps))
     decoding = load_config_file(workdir / "config.json").decoding
-    return dataclasses.replace(config, decoding=decoding), parameters, tokenizer
+    config = dataclasses.replace(manifest.config, decoding=decoding)
+    return SavedModel(config, tokenizer, manifest)
 
 
 def save_model(
@@ -110,25 +111,10 @@ def save_model(
     """
     folder = local_path(folder)
     config = dataclasses.replace(config, model=model.config)
-    if is_model(folder):
+    if Manifest(folder).is_model:
         raise FileExistsError(f"{str(folder)!r} is already a model; expected a new folder.")
-    write_model(folder, config, nnx.to_pure_dict(nnx.state(model, nnx.Param)), tokenizer, [])
-
-
-def is_model(folder: AnyPath) -> bool:
-    """Return True for a model folder, even if it is incomplete."""
-    return kind_of(folder / PARAMETERS) == "file" or "steps" in read_manifest(folder)
-
-
-def averaged_steps(model: AnyPath) -> list[int]:
-    """Return the steps whose checkpoints a model is the average of; none: an imported model."""
-    steps = read_manifest(model).get("steps")
-    if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
-        raise UserError(
-            f"{model / MANIFEST} is corrupt: steps is {short_repr(steps)}; expected a list of "
-            "numbers. Copy the model again, or run train.py or the import again."
-        )
-    return steps
+    parameters = parameters_by_name(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    write_model(folder, config, parameters, tokenizer, [])
 
 
 def _check_link(model: Path) -> None:
@@ -140,20 +126,25 @@ def _check_link(model: Path) -> None:
 
 
 def write_model(
-    folder: Path, config: Config, parameters: Any, tokenizer: Tokenizer, steps: Sequence[int]
+    folder: Path,
+    config: Config,
+    parameters: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    steps: Sequence[int],
 ) -> None:
-    """Write a model folder, replacing an earlier model. ``steps`` are the averaged checkpoints.
+    """Write a model folder, replacing an earlier model. The folder gets its name once complete.
 
-    The folder gets its name once it is complete.
+    Args:
+      parameters: arrays by name, each read only when it is written.
+      steps: the averaged checkpoints; none: an imported model.
     """
-    if any(folder.glob("*")) and not is_model(folder):
+    if any(folder.glob("*")) and not Manifest(folder).is_model:
         raise FileExistsError(f"{str(folder)!r} is not empty; expected a new or empty folder.")
-    tensors = {parameter_name(path): x for path, x in jax.tree.leaves_with_path(parameters)}
     temporary = folder.with_name(f".{folder.name}~")
     remove_folder(temporary)  # left by a killed process
     try:
         tokenizer.save(temporary)
-        _write_tensors(temporary / PARAMETERS, tensors)
+        _write_tensors(temporary / PARAMETERS, parameters)
         write_atomically(temporary / "config.json", to_json(config))
         write_manifest(temporary, config, tokenizer, {"steps": steps})
         delete_complete(folder)

@@ -14,16 +14,16 @@ from typing import Any
 
 from transformer_jax.data.corpus import TEMPORARY, Corpus, open_corpus
 from transformer_jax.devices.distributed import broadcast_from_first
+from transformer_jax.devices.sharding import parameters_by_name
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.runs.checkpoint_folder import (
-    PARAMETERS,
     checkpoint_name,
     load_tokenizer,
 )
 from transformer_jax.runs.checkpoints import Checkpoints, WorkdirTaken
-from transformer_jax.runs.manifest import delete_complete
-from transformer_jax.runs.model_folder import is_model, write_model
+from transformer_jax.runs.manifest import PARAMETERS, Manifest, delete_complete
+from transformer_jax.runs.model_folder import write_model
 from transformer_jax.settings.changes import (
     Difference,
     differences_on_resume,
@@ -59,6 +59,7 @@ class Workdir:
       config: the run's settings, with the sizes of its vocabularies. Set before the first save.
       tokenizer: the run's tokenizer. Set before the first save.
       checkpoints: the run's checkpoints.
+      resume_from: the checkpoint that the run resumes from, or None. Set by ``join``.
       claim_id: random string that process 0 writes there. A run that starts later replaces it.
       folder: the folder on this machine.
       store: the folder or URL that ``--workdir`` names.
@@ -72,6 +73,7 @@ class Workdir:
         self.folder = Path(os.path.realpath(local_path(name)))
         self.store: AnyPath = self.folder
         self.checkpoints = Checkpoints(self, self.folder / "checkpoints")
+        self.resume_from: Manifest | None = None
         self.claim_id = ""
         try:
             str(self.folder).encode()
@@ -121,9 +123,9 @@ class Workdir:
             newest = self.checkpoints.newest()
             if newest is not None:
                 # the checkpoint's own config, because config.json can have been edited
-                differences = differences_on_resume(self.checkpoints.config(newest), config)
+                differences = differences_on_resume(newest.config, config)
                 _check_changes(self, differences, allow_changes=allow_changes)
-            elif is_model(self.path(MODEL)):
+            elif Manifest(self.path(MODEL)).is_model:
                 raise UserError(
                     f"{str(self)!r} has a finished model, but no checkpoint to resume from. To "
                     f"continue from the model, pass --training.start-from {self} and another "
@@ -135,8 +137,9 @@ class Workdir:
             if newest is None:
                 self.write_config(config)
             _delete_unfinished_corpora(self, claim_of_last_run)
-            _delete_checkpoints_after(self, newest or 0)
-            yield newest
+            step = None if newest is None else newest.steps[0]
+            _delete_checkpoints_after(self, step or 0)
+            yield step
 
     def claim(self) -> None:
         """Write a new claim, so runs elsewhere that use the work directory stop."""
@@ -147,8 +150,11 @@ class Workdir:
         except Exception as error:  # each store raises different errors
             raise UserError(f"{self} cannot be written: {one_line(error)}") from error
 
-    def join(self, claim_id: str) -> None:
-        """Wait for process 0's claim. Raises ``UserError`` if it does not appear."""
+    def join(self, claim_id: str, step: int | None) -> None:
+        """Wait for process 0's claim, and open the checkpoint of the step that ``open`` yields.
+
+        Raises ``UserError`` if the claim does not appear.
+        """
         self.claim_id = claim_id
         end = time.monotonic() + _CLAIM_TIMEOUT_SECONDS
         while read_claim(self.store) != claim_id:
@@ -159,6 +165,8 @@ class Workdir:
                     "shared folder or a gs:// URL."
                 )
             time.sleep(0.2)
+        if step is not None:
+            self.resume_from = Manifest(self.checkpoints.path(step))
 
     def check_claim(self) -> None:
         """Raise ``WorkdirTaken`` if another run has started in the same work directory."""
@@ -176,14 +184,14 @@ class Workdir:
         """Write the tokenizer's files."""
         tokenizer.save(self.folder)
 
-    def read_tokenizer(self, step: int | None = None) -> Tokenizer:
+    def read_tokenizer(self) -> Tokenizer:
         """Read the run's tokenizer.
 
-        Raises ``UserError`` if the checkpoint of this step has another one.
+        Raises ``UserError`` if the checkpoint to resume from has another one.
         """
-        if step is None:
+        if self.resume_from is None:
             return Tokenizer.load(self.folder)
-        return load_tokenizer(self.folder, self.checkpoints.path(step))
+        return load_tokenizer(self.folder, self.resume_from)
 
     def open_corpus(self, fingerprint: str) -> Corpus:
         """Open a corpus that process 0 built."""
@@ -203,7 +211,8 @@ class Workdir:
         if config.model.dtype == compute_dtype(with_auto_dtype):  # other machines choose their own
             config = dataclasses.replace(config, model=with_auto_dtype)
         model = self.path(MODEL)
-        broadcast_from_first(lambda: write_model(model, config, parameters, self.tokenizer, steps))
+        arrays = parameters_by_name(parameters)
+        broadcast_from_first(lambda: write_model(model, config, arrays, self.tokenizer, steps))
 
     # The methods below copy files for ``RemoteWorkdir``. On a shared disk there is nothing to copy.
 

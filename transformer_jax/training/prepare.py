@@ -7,16 +7,13 @@ corpora; all processes open them and create or restore the state.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import resource
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -39,8 +36,10 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.evaluation import bleu_metric
 from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.model.transformer import abstract_model
-from transformer_jax.pretrained.loading import load_parameters
+from transformer_jax.pretrained.loading import open_model
 from transformer_jax.runs.checkpoints import Checkpoints
+from transformer_jax.runs.manifest import Manifest
+from transformer_jax.runs.model_folder import SavedModel
 from transformer_jax.runs.progress import Progress
 from transformer_jax.runs.remote_workdir import open_workdir
 from transformer_jax.runs.workdir import Workdir
@@ -100,13 +99,6 @@ class Prepared:
         return self.workdir.checkpoints
 
 
-class Start(NamedTuple):
-    """Model of ``training.start_from``."""
-
-    parameters: Any  # NumPy arrays
-    tokenizer: Tokenizer
-
-
 @contextmanager
 def prepare(
     config: Config,
@@ -145,16 +137,13 @@ def prepare(
             return newest, workdir.claim_id
 
         newest, claim_id = broadcast_from_first(open_in_first_process)
+        start = None
         with raise_on_any_process():
-            workdir.join(claim_id)
-            start = None
+            workdir.join(claim_id, newest)
             if newest is None and config.training.start_from:
-                start = _start_model(config.training.start_from, config)
-        fingerprints = broadcast_from_first(
-            lambda: build_files(workdir, config, texts, newest, start)
-        )
-        run = open_run(workdir, config, mesh, pairs, fingerprints, newest, start)
-        start = None  # frees memory
+                start = _open_start_model(config)
+        fingerprints = broadcast_from_first(lambda: build_files(workdir, config, texts, start))
+        run = open_run(workdir, config, mesh, pairs, fingerprints, start)
         # If other processes are gone, a save in progress would never end.
         stack.push(lambda _, error, __: None if lost_contact(error) else run.checkpoints.wait())
         yield run
@@ -176,16 +165,15 @@ def build_files(
     workdir: Workdir,
     config: Config,
     texts: dict[str, ParallelText],
-    newest: int | None,
-    start: Start | None,
+    start: SavedModel | None,
 ) -> dict[str, str]:
     """Build the tokenizer and the train and dev corpora, in process 0.
 
-    Returns the corpora's fingerprints. On resume, the tokenizer is that of checkpoint ``newest``.
-    A new tokenizer comes from the model to ``start`` from, or is trained on the text.
+    Returns the corpora's fingerprints. A new run's tokenizer comes from the model to ``start``
+    from, or is trained on the text.
     """
-    if newest is not None:
-        tokenizer = workdir.read_tokenizer(newest)
+    if workdir.resume_from is not None:
+        tokenizer = workdir.read_tokenizer()
     else:
         tokenizer = _new_tokenizer(config, texts["train"], start)
         workdir.write_tokenizer(tokenizer)
@@ -208,7 +196,7 @@ def build_files(
     return fingerprints
 
 
-def _new_tokenizer(config: Config, text: ParallelText, start: Start | None) -> Tokenizer:
+def _new_tokenizer(config: Config, text: ParallelText, start: SavedModel | None) -> Tokenizer:
     settings = config.tokenizer
     if start:
         tokenizer = start.tokenizer.with_symbols(settings.user_defined_symbols)
@@ -225,14 +213,13 @@ def open_run(
     mesh: Mesh,
     pairs: dict[str, Pairs],
     fingerprints: dict[str, str],
-    newest: int | None,
-    start: Start | None,
+    start: SavedModel | None,
 ) -> Prepared:
     """Open the tokenizer and corpora, and create or restore the state, in all processes."""
     with raise_on_any_process():
         workdir.receive()
         workdir.tokenizer = workdir.read_tokenizer()
-        workdir.config = config = _with_model_of_run(config, workdir, newest)
+        workdir.config = config = _with_model_of_run(config, workdir)
         corpora = {name: workdir.open_corpus(corpus) for name, corpus in fingerprints.items()}
         train = corpora["train"]
         mix = Mix(train, config.data.train) if len(train.sizes) > 1 else train
@@ -241,7 +228,7 @@ def open_run(
     check_agreement(
         {
             "tokenizer": workdir.tokenizer.fingerprint,
-            "training.start_from": _checksum(start.parameters if start else ()),
+            "training.start_from": start.manifest.content["checksum"] if start else None,
             "model.dtype": config.model.dtype,
         }
     )
@@ -249,23 +236,23 @@ def open_run(
         functions = make_step_functions(config, mesh)
         selected = f"{config.training.select_by} on {fingerprints.get('dev', '')}"
         progress = Progress(fingerprints["train"], selected=selected)
-        if newest is None:
+        if workdir.resume_from is None:
             state = _initial_state(functions, start)
         else:
-            state, progress = _resume(workdir, newest, functions, progress)
+            state, progress = _resume(workdir, workdir.resume_from, functions, progress)
         if is_first():  # last, so an error leaves the config unchanged
             workdir.write_config(config)
     return Prepared(workdir, mesh, corpora, pairs, plan, functions, state, progress)
 
 
-def _with_model_of_run(config: Config, workdir: Workdir, newest: int | None) -> Config:
+def _with_model_of_run(config: Config, workdir: Workdir) -> Config:
     """Set the fields of ``model`` that the tokenizer, the device or the first part of the run
     determines.
     """
     model = config.model
     tokenizer = workdir.tokenizer
-    if newest is not None and model.dtype == "auto":
-        model = dataclasses.replace(model, dtype=workdir.checkpoints.config(newest).model.dtype)
+    if workdir.resume_from is not None and model.dtype == "auto":
+        model = dataclasses.replace(model, dtype=workdir.resume_from.config.model.dtype)
     model = dataclasses.replace(
         model,
         vocab_size=tokenizer.target.vocab_size,
@@ -275,10 +262,6 @@ def _with_model_of_run(config: Config, workdir: Workdir, newest: int | None) -> 
         dtype=str(compute_dtype(model)),  # type: ignore[arg-type]
     )
     return dataclasses.replace(config, model=model)
-
-
-def _checksum(parameters: Any) -> int:
-    return functools.reduce(lambda crc, x: zlib.crc32(x, crc), jax.tree.leaves(parameters), 0)
 
 
 def _warn_without_effect(config: Config, *, aligned: bool) -> None:
@@ -340,31 +323,31 @@ def with_layout(config: Config, platform: str) -> Config:
 
 
 def _resume(
-    workdir: Workdir, step: int, functions: StepFunctions, new: Progress
+    workdir: Workdir, checkpoint: Manifest, functions: StepFunctions, new: Progress
 ) -> tuple[TrainState, Progress]:
     """Restore state and progress from a checkpoint.
 
     ``new`` holds the corpus and the selection criterion of the resuming run.
     """
-    state, progress = workdir.checkpoints.restore(step, functions.abstract_state)
+    state, progress = workdir.checkpoints.restore(checkpoint, functions.abstract_state)
     if progress.corpus != new.corpus:
         raise UserError(
             f"The training text differs from the text that {str(workdir)!r} was "
-            f"trained on up to step {step}; expected the same files (data.train, data.root), and a "
-            "mix (weights or temperature) only if it was one. To continue training its model on "
-            "this text, start a run in another --workdir with "
+            f"trained on up to step {checkpoint.steps[0]}; expected the same files (data.train, "
+            "data.root), and a mix (weights or temperature) only if it was one. To continue "
+            "training its model on this text, start a run in another --workdir with "
             "--training.start-from."
         )
     progress.reset_best_if_criterion_changed(new.selected)
     return state, progress
 
 
-def _initial_state(functions: StepFunctions, start: Start | None) -> TrainState:
+def _initial_state(functions: StepFunctions, start: SavedModel | None) -> TrainState:
     """Create the initial state from random parameters or another model's."""
     if start is None:
         return functions.init()
     abstract: Parameters = functions.abstract_state.parameters
-    parameters = jax.tree.map(_grown, start.parameters, abstract)
+    parameters = jax.tree.map(_grown, start.parameters(), abstract)
     return functions.init(to_global_arrays(parameters, abstract))
 
 
@@ -381,19 +364,20 @@ def _check_decoder_start(start_id: int, tokenizer: Tokenizer) -> None:
         )
 
 
-def _start_model(name: str, config: Config) -> Start:
-    """Load the model of ``training.start_from``, as ``load_model`` does.
+def _open_start_model(config: Config) -> SavedModel:
+    """Open the model of ``training.start_from``.
 
     Raises ``UserError`` if its model or tokenizer settings differ from ``config``.
     """
+    name = config.training.start_from
     logger.info("Starting from the parameters of %s.", name)
-    model_config, parameters, tokenizer = load_parameters(name)
-    if differences := differences_in_fine_tuning(model_config, config):
+    start = open_model(name)
+    if differences := differences_in_fine_tuning(start.config, config):
         raise UserError(
             f"training.start_from is {name!r}, but its model or tokenizer settings differ from "
             f"this run's. Use --config {name}. {fields_that_differ(differences)}"
         )
-    return Start(parameters, tokenizer)
+    return start
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
