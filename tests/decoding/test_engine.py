@@ -314,15 +314,19 @@ def test_token_ids_outside_the_vocabulary_give_no_result(engine, sentence):
 
 
 def test_models_of_an_ensemble_that_do_not_match():
-    other = dataclasses.replace(MODEL, vocab_size=50)
-    start = dataclasses.replace(MODEL, decoder_start_id=0)
-    for models, message in [
-        ([make_model(0), make_model(0, other)], r"are \[\(40, 40\), \(50, 50\)\]; expected one"),
-        ([make_model(0), make_model(0, start)], r"_start_id are \[1, 0\]; expected the"),
-        ([], r"vocabulary sizes are \[\]; expected one or more"),
+    """They get the same token ids, so every setting that gives a token id a meaning is the same."""
+    for change, message in [
+        ({"vocab_size": 50}, r"are \[\(40, 40\), \(50, 50\)\]; expected one"),
+        ({"source_vocab_size": 50}, r"are \[\(40, 40\), \(50, 40\)\]; expected one"),
+        ({"decoder_start_id": 0}, r"decoder_start_id are \[1, 0\]; expected the"),
+        ({"pad_id": 3}, r"pad_id are \[0, 3\]; expected the"),
+        ({"eos_id": 3}, r"eos_id are \[2, 3\]; expected the"),
     ]:
+        other = dataclasses.replace(MODEL, **change)
         with pytest.raises(UserError, match=message):
-            Ensemble(models)
+            Ensemble([make_model(0), make_model(0, other)])
+    with pytest.raises(UserError, match=r"vocabulary sizes are \[\]; expected one or more"):
+        Ensemble([])
 
 
 def _computations_of_a_step(

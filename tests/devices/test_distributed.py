@@ -87,6 +87,23 @@ def test_a_failure_in_one_process_reaches_all(in_processes: Any) -> None:
     assert found == ["no text", *["Process 0 failed: no text"] * 2]
 
 
+@pytest.mark.parametrize("error", [MemoryError(), AssertionError(), OSError(28, "No space left")])
+def test_any_error_reaches_all_even_without_a_message(in_processes: Any, error: Exception) -> None:
+    """A process that did not hear of it would wait for the others for days."""
+
+    def work(index: int) -> str:
+        try:
+            with distributed.raise_on_any_process():
+                if index == 1:
+                    raise error
+        except type(error):
+            return "raised here"
+        return "nobody failed"
+
+    message = f"Process 1 failed: {str(error) or type(error).__name__}"
+    assert in_processes(work) == [message, "raised here", message]
+
+
 def test_different_values_are_named_in_all_processes(in_processes: Any) -> None:
     values = {"seed": 0, "axes": (1, 2)}
     assert in_processes(lambda _: distributed.check_agreement(values)) == [None] * 3

@@ -259,6 +259,29 @@ def test_packed_rows_equal_separate_rows(name: str) -> None:
     np.testing.assert_allclose(packed[0, 4:6], separate[1, :2], rtol=1e-5, atol=1e-5)
 
 
+def test_cut_tokens_in_packed_rows_equal_those_in_separate_rows() -> None:
+    """The first input of each sentence is never cut, even if the token before it in the row is."""
+    model = build()
+    first, second = tokens(2, 4)
+    segments = np.array([[1] * 3 + [2] * 4])
+    row = np.array([[*first[:3], *second]])
+    rows = np.array([[*first[:3], 0], second])
+    for cut_tokens in (first[:3], second, first[2:3], row[0]):
+        packed = run(
+            model,
+            row,
+            row,
+            source_segments_BS=segments,
+            target_segments_BT=segments,
+            cut_BS=np.isin(row, cut_tokens),
+            cut_BT=np.isin(row, cut_tokens),
+        )
+        cut_rows = np.isin(rows, cut_tokens)
+        separate = run(model, rows, rows, cut_BS=cut_rows, cut_BT=cut_rows)
+        np.testing.assert_allclose(packed[0, :3], separate[0, :3], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(packed[0, 3:], separate[1], rtol=1e-5, atol=1e-5)
+
+
 def test_packed_rows_can_exceed_the_learned_positions() -> None:
     model = build(positions="learned", max_positions=6)
     segments = np.array([[1] * 5 + [2] * 5, [1] * 3 + [0] * 7])
