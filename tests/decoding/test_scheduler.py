@@ -247,3 +247,22 @@ def test_all_work_is_dispatched_before_the_host_reads_a_result():
     assert calls[0] == [*of_bucket, *of_bucket, "read", "read"]
     assert calls[1] == [[1, True], "release"] * 2 + ["read", "read"]
     assert all(future.done() for future in futures)
+
+
+@pytest.mark.parametrize("lengths", [[20, 9, 9, 9, 20, 9, 9, 20], [9, 20, 20, 20, 9, 20, 20, 9]])
+def test_the_oldest_sentence_is_admitted_first_whatever_its_length(lengths):
+    """Under load, a sentence would otherwise wait as long as sentences of another length arrive."""
+    batch = RecordingBatch(Bucket((16, 32), 4), [])
+    scheduler = Scheduler([batch])
+    for number, length in enumerate(lengths):
+        scheduler.submit(Sentence([5] * length, seed=number), batch.bucket)
+    waiting = list(range(len(lengths)))
+    while waiting:
+        batch.decoded.clear()
+        assert scheduler.dispatch()
+        admitted = [task.sentence.seed for task in batch.decoded]
+        oldest = waiting[0]
+        alike = [number for number in waiting if lengths[number] == lengths[oldest]]
+        assert admitted == alike[: batch.encode_batch_size]
+        waiting = [number for number in waiting if number not in admitted]
+    assert not scheduler.dispatch()

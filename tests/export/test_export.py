@@ -43,6 +43,7 @@ from transformer_jax import (
 from transformer_jax.export.__main__ import main
 from transformer_jax.export.ctranslate2 import export_ctranslate2
 from transformer_jax.export.huggingface import export_huggingface
+from transformer_jax.export.shared import write_model_card
 from transformer_jax.pretrained.__main__ import main as import_main
 from transformer_jax.pretrained.loading import import_huggingface
 
@@ -496,9 +497,32 @@ def test_model_cards_have_test_scores_and_signatures_of_the_exported_model(
     assert fields["language"] == ["en", "de"] and fields["pipeline_tag"] == "translation"
     assert all(f"- {name}: `{value}`\n" in card for name, value in scores.items())
     shutil.rmtree(tmp_path / "out")
-    # A model folder has no scores. Neither has a run that continued: its scores are older.
+    # A model folder has no scores.
     assert run("huggingface", "--workdir", str(folder / "model"))[0] == 0
     assert "bleu" not in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("is_finished", "summary"),
+    [
+        (True, {"test": {"bleu": 40.7}}),
+        (False, {"test": {"bleu": 40.7}}),  # the run goes on: its checkpoint has no scores yet
+        (True, {}),  # without a test set
+        (True, None),
+    ],
+)
+def test_model_cards_have_only_scores_of_the_model_that_is_exported(
+    is_finished: bool, summary: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if is_finished:
+        (folder / "model").mkdir()
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    write_model_card(str(folder), ("en", "de"), tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert ("bleu" in card) == (is_finished and bool(summary))
 
 
 def test_norm_epsilon_must_be_positive() -> None:

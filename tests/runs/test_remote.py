@@ -137,6 +137,19 @@ def test_the_url_and_readers_have_the_files_of_the_run(saved, store):
     assert not any("corpus" in path for path in store.find("/bucket"))
 
 
+def test_files_of_other_programs_at_the_url_are_left_there(saved, store):
+    """Only files of a tokenizer, which a run replaces, are deleted there."""
+    others = {"notes.txt": b"ours", "plots/loss.svg": b"<svg/>", "checkpoints/best": b"4"}
+    for name, content in others.items():
+        store.pipe_file(f"/bucket/run/{name}", content)
+    (saved.folder / "tokenizer.model").write_text("of a first attempt")
+    push(saved)
+    (saved.folder / "tokenizer.model").rename(saved.folder / "tokenizer.source.model")
+    shutil.rmtree(saved.folder / "checkpoints/00000002")
+    push(saved)
+    assert stored() == files(saved.folder) | others
+
+
 @pytest.mark.parametrize("name", ["run[12]", "run*", "run?", "{run1,run2}"])
 def test_a_url_whose_name_looks_like_a_glob_is_one_run(store, name):
     """Mirroring deletes checkpoints and files from the run alone, not from runs that match it."""
