@@ -478,6 +478,21 @@ def test_what_the_model_sees(text, shown):
 
 
 @pytest.mark.parametrize(
+    ("item", "container"),
+    [
+        *[("li", "ul"), ("li", "ol"), ("li", "menu"), ("dt", "dl"), ("dd", "dl"), ("rt", "ruby")],
+        *[("td", "table"), ("th", "table"), ("tr", "table"), ("tbody", "table")],
+        *[("p", "button"), ("p", "object"), ("option", "select")],
+    ],
+)
+def test_an_item_ends_the_item_before_it_but_none_around_its_container(item, container):
+    alone = f"<{item} translate=no>one<{item}>two"
+    nested = f"<{item} translate=no>one<{container}><{item}>two</{container}>three</{item}>four"
+    for text, shown in ((alone, ["two"]), (nested, ["four"])):
+        assert [line.text for line in Document(text, "html", TOKENIZER).lines] == shown
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("It is %dMB", ["%d"]),
