@@ -173,6 +173,63 @@ def test_pages_are_short(path: Path) -> None:
     assert words <= limits.get(path.name, 3000)
 
 
+QUESTIONS = """
+How do I resume on another number of devices? | training.md#stop-and-resume | another number
+Which file do I give to CTranslate2? | export.md#export-a-model | `ctranslate2.Translator`
+Why is BLEU 0? | troubleshooting.md#bleu-is-0-or-very-low | 4-grams
+Does big fit in 16 GB? | troubleshooting.md#out-of-memory | on 16 GB
+How do I add my own tokens? | training.md#tokenizers | --tokenizer.user-defined-symbols
+How do I use my own SentencePiece model? | training.md#tokenizers | --tokenizer.model my.model
+Why does the first step take so long? | troubleshooting.md#slow-first-step-slow-training | compil
+Why is my GPU not used? | troubleshooting.md#slow-first-step-slow-training | A GPU is not used
+How do I stop early? | training.md#stop-and-resume | --training.patience
+Which formats can my text have? | training.md#input-formats | Parquet
+How do I train in several languages? | techniques.md#several-corpora | target languages
+How do I freeze parameters? | techniques.md#frozen-parameters | --training.freeze
+How do I fine-tune NLLB? | tutorials/nllb.md#fine-tune-on-a-parquet-file | finetune_nllb
+How do I score translations? | decoding.md#scoring | --score-targets
+How do I print an n-best list? | decoding.md#n-best-lists-and-alignments | --nbest 4
+How do I translate HTML? | markup.md#html-xml-and-placeholders | --format html
+How do I enforce terms? | markup.md#glossaries | --glossary
+How do I put the server behind nginx? | serving.md#behind-a-proxy | nginx
+Which limits does the server have? | serving.md#limits | --max-characters
+How do I train on Slurm? | clusters.md#slurm | sbatch
+How do I shard the optimizer state? | training.md#several-devices | --mesh.fsdp
+How do I search with my own model? | search.md#beam-search-over-your-own-step | step_fn
+How do I load my own PyTorch weights? | own_models.md#weights | model_from_arrays
+How do I plot attention? | decoding.md#attention-plots | heat_maps
+What is out of scope? | design.md#out-of-scope | decoder-only
+"""
+
+
+@pytest.mark.parametrize(
+    "line", QUESTIONS.strip().splitlines(), ids=lambda line: line.split("?")[0]
+)
+def test_questions_are_answered_two_clicks_from_the_index(line: str) -> None:
+    """The index links to the page, and the page's contents to the section."""
+    _, link, answer = line.split(" | ")
+    page, anchor = link.split("#")
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert f"({page})" in index or f"({page}#" in index
+    sections = re.split(r"^#+ ", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)
+    [section] = [
+        text
+        for text in sections
+        if re.sub(r"[^\w\- ]", "", text.split("\n")[0].lower()).replace(" ", "-") == anchor
+    ]
+    assert answer in " ".join(section.split())
+
+
+def test_every_page_is_two_clicks_from_the_index() -> None:
+    reached = {ROOT / "docs" / "index.md"}
+    for _ in range(2):
+        for page in list(reached):
+            links = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
+            reached |= {(page.parent / link).resolve() for link in links}
+    pages = set((ROOT / "docs").rglob("*.md"))
+    assert not pages - reached
+
+
 def test_the_readme_says_what_the_demo_prints() -> None:
     """The lines that the Makefile translates, their German names, and the format of the score."""
     said = re.findall(r"^#   +(.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
