@@ -40,6 +40,8 @@ def fail(error: BaseException) -> None:
             "Permission denied; check its permissions.",
         ),
         (OSError("Not a gzipped file"), "error: Not a gzipped file; check"),
+        (OSError("not\na gzipped file"), "error: not a gzipped file; check"),
+        (TimeoutError(), "error: TimeoutError; check"),  # of asyncio, without a message
         (BrokenPipeError(32, "Broken pipe"), "error: Broken pipe; check"),  # of a socket
     ],
 )

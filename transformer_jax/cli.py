@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from transformer_jax.errors import LossyStream, UserError, short_repr
+from transformer_jax.errors import LossyStream, UserError, one_line, short_repr
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import load_config_file
 
@@ -76,7 +76,7 @@ def run_program(work: Callable[[], int | None]) -> int:
         else:
             file = "" if error.filename is None else f"{short_repr(error.filename)}: "
             remedy = _REMEDIES.get(error.errno or 0, _ANY_REMEDY)
-            print(f"error: {file}{error.strerror or error}; {remedy}.", file=sys.stderr)
+            print(f"error: {file}{error.strerror or one_line(error)}; {remedy}.", file=sys.stderr)
             status = 2
     except KeyboardInterrupt:
         status = 130

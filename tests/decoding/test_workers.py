@@ -94,6 +94,17 @@ def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture
     assert not any(thread.is_alive() for thread in workers._threads)
 
 
+def test_a_failure_without_a_message_has_a_name() -> None:
+    def fail(_: Sequence[Task]) -> None:
+        raise MemoryError
+
+    workers = make_workers(fail)
+    workers.start()
+    with pytest.raises(SearchFailed, match="MemoryError"):
+        workers.submit(SENTENCES[0]).result(10)
+    workers.close()
+
+
 def test_a_canceled_sentence_is_never_decoded() -> None:
     goes_on = threading.Event()
     decoded: list[int] = []

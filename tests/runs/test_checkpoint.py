@@ -396,6 +396,26 @@ def test_if_the_first_save_fails_the_next_one_raises_an_error(
         _save(checkpoints, run, 2)
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UserError("The store is away; try again."), "The store is away; try again"),
+        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_the_reason_of_a_failed_copy_or_deletion_is_a_sentence(
+    error: Exception, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    checkpoint_module._warn_on_failure(fail)
+    assert caplog.messages == [
+        f"{reason}. Training continues and will retry at the next checkpoint."
+    ]
+
+
 def test_after_a_failed_save_the_next_one_succeeds(
     checkpoints: Checkpoints,
     run: StepFunctions,

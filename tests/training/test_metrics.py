@@ -103,24 +103,6 @@ def test_corrupt_lines_are_dropped_and_counted(
     assert (f"Dropped {count} unreadable lines" in caplog.text) == (count > 0)
 
 
-@pytest.mark.parametrize("start_step", range(6))
-def test_a_resumed_run_keeps_the_entries_before_its_checkpoint(
-    start_step: int, tmp_path: Path
-) -> None:
-    """A checkpoint is saved between a step's metrics and its evaluation, which is repeated."""
-    lines = ['{"kind": "start", "step": 0}\n']
-    before_checkpoint = {0: list(lines)}
-    for step in range(1, 6):
-        lines.append(f'{{"kind": "train", "step": {step}}}\n')
-        before_checkpoint[step] = list(lines)
-        if step % 2 == 0 or step == 5:
-            lines.append(f'{{"kind": "dev", "step": {step}}}\n')
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(lines))
-    Reporter(tmp_path, steps=5, start_step=start_step).close()
-    assert file.read_text() == "".join(before_checkpoint[start_step])
-
-
 def test_a_full_disk_loses_entries_but_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

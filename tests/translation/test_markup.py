@@ -492,6 +492,19 @@ def test_an_item_ends_the_item_before_it_but_none_around_its_container(item, con
         assert [line.text for line in Document(text, "html", TOKENIZER).lines] == shown
 
 
+PARAGRAPH_ENDS = (  # as in the standard, 13.2.6.4.7 ("in body")
+    "address article aside blockquote center details dialog dir div dl fieldset figcaption figure "
+    "footer form h1 h2 h3 h4 h5 h6 header hgroup hr main menu nav ol p pre search section summary "
+    "table ul"
+)
+
+
+@pytest.mark.parametrize("name", PARAGRAPH_ENDS.split())
+def test_what_ends_a_paragraph(name):
+    text = f"<p translate=no>one<{name}></{name}> two"
+    assert [line.text for line in Document(text, "html", TOKENIZER).lines] == ["two"]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -11,7 +11,7 @@ from operator import methodcaller
 from transformer_jax.decoding.length_buckets import Bucket
 from transformer_jax.decoding.scheduler import Scheduler, SearchFailed
 from transformer_jax.decoding.search import Hypothesis, Sentence
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -103,4 +103,4 @@ class Workers:
                 scheduler.step()
         except Exception as error:
             logger.exception("The search failed and must be restarted.")
-            self.stop(str(error))
+            self.stop(one_line(error))

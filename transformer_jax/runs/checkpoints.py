@@ -219,7 +219,9 @@ def _warn_on_failure(operation: Callable[[], None]) -> None:
     except WorkdirTaken:
         raise
     except Exception as error:  # each store raises different errors
-        logger.warning("%s Training continues and will retry at the next checkpoint.", error)
+        reason = str(error) if isinstance(error, UserError) else one_line(error)
+        message = "%s. Training continues and will retry at the next checkpoint."
+        logger.warning(message, reason.rstrip("."))
 
 
 def _parts(state: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from transformer_jax.devices.distributed import is_first
-from transformer_jax.errors import LossyStream, UserError
+from transformer_jax.errors import LossyStream, UserError, one_line
 from transformer_jax.storage.files import parse_object, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Reporter:
             board.write(step, kind, finite)
         except OSError as error:
             if not self._failed:
-                self.say(f"Metrics cannot be written: {error}")
+                self.say(f"Metrics cannot be written: {one_line(error)}")
             self._failed = True
 
     def training(self, step: int, values: dict[str, Any]) -> None:
