@@ -88,7 +88,10 @@ def _step(
 ) -> tuple[Any, Any, DecoderCache]:
     [layer] = cache.layers()
     projected = [jnp.concatenate(arrays, axis=-1)] if merged else arrays
-    out_BWHK, of_source_BWHK = layer.to_history(*projected), layer.to_source(arrays[0])
+    out_BWHK, of_source_BWHK = (
+        layer.attend_to_history(*projected),
+        layer.attend_to_source(arrays[0]),
+    )
     return out_BWHK, of_source_BWHK, cache.append([layer])
 
 

@@ -129,7 +129,7 @@ def test_its_gradient_reaches_only_what_the_head_depends_on() -> None:
 
     def loss(parameters: Any) -> jax.Array:
         model = nnx.merge(functions.graph, parameters)
-        _, weights = model.hidden_and_alignment(*given[:2], aligned=True)
+        _, weights = model.hidden_and_alignment(*given[:2], with_alignment=True)
         return alignment_cross_entropy(weights, given.links_BT)
 
     gradient = jax.jit(jax.grad(loss))(functions.init().parameters)

@@ -13,7 +13,7 @@ from flax import nnx
 from transformer_jax.decoding.continuous_batching import Admitted, Rows, admit_and_decode
 from transformer_jax.decoding.length_buckets import Bucket, PaddedBatch
 from transformer_jax.decoding.search import SearchMethod, SearchResult, results
-from transformer_jax.model.gpu import on_one_device
+from transformer_jax.model.gpu import single_device_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class ModelSearch(NamedTuple):
         in the KV cache.
         """
         model: Any = nnx.merge(self.graph, weights)
-        with on_one_device():
+        with single_device_mesh():
             memory_BSD = model.encode(padded.source_BS)
         cache = model.start_cache(
             memory_BSD,

@@ -44,8 +44,8 @@ def attention_mask(
     """
     if causal:
         check_sizes({"query_segments_BL": query_segments_BT, "key_segments_BL": key_segments_BS})
-    keys_B1S = key_segments_BS[:, None, :]
-    mask_BTS = (query_segments_BT[:, :, None] == keys_B1S) & (keys_B1S > 0)
+    key_segments_B1S = key_segments_BS[:, None, :]
+    mask_BTS = (query_segments_BT[:, :, None] == key_segments_B1S) & (key_segments_B1S > 0)
     if causal:
         mask_BTS &= jnp.tril(jnp.ones(mask_BTS.shape[1:], bool))[None]
     return mask_BTS[:, None]

@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec
 from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.model.gpu import (
     compiler_params,
+    divides_evenly,
     load,
     runs_kernels,
-    sharded,
+    shard_mapped,
     split_qkv,
-    splits,
     store,
 )
 
@@ -43,7 +43,7 @@ def supports(x_BTD: Array, query: Any, value: Any, mask_BHTS: Any) -> bool:
     _, H, d_k = query.kernel.shape
     return (
         runs_kernels()
-        and splits(B, H)
+        and divides_evenly(B, H)
         and query.dtype == jnp.bfloat16
         and mask_BHTS is not None
         and mask_BHTS.shape[:3] == (B, 1, T)
@@ -61,10 +61,10 @@ def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> Array:
     step's mesh computes its own rows and heads. ``interpret`` runs the kernels on any device.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    of_mask = PartitionSpec(BATCH_AXES)
-    of_heads = PartitionSpec(BATCH_AXES, None, "tensor")
-    specs = *[of_heads] * (len(arrays_and_mask) - 1), of_mask
-    return sharded(mesh, partial(_attention, interpret), specs, of_heads)(*arrays_and_mask)
+    mask_spec = PartitionSpec(BATCH_AXES)
+    heads_spec = PartitionSpec(BATCH_AXES, None, "tensor")
+    specs = *[heads_spec] * (len(arrays_and_mask) - 1), mask_spec
+    return shard_mapped(mesh, partial(_attention, interpret), specs, heads_spec)(*arrays_and_mask)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -80,15 +80,15 @@ def _attention(interpret: bool, *arrays_and_mask: Any) -> Array:
 @partial(jax.jit, static_argnums=0)
 def _backward(interpret: bool, residuals: Any, d_out_BTHK: Array) -> tuple[Any, ...]:
     *arrays, mask_B1TS = residuals
-    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    out_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     inputs = [*split_qkv(arrays), (d_out_BTHK, 0, d_out_BTHK.shape[3])]
-    return *_call(_backward_kernel, inputs, mask_B1TS, outs, interpret), None
+    return *_call(_backward_kernel, inputs, mask_B1TS, out_shapes, interpret), None
 
 
 _attention.defvjp(lambda *arguments: (_attention(*arguments), arguments[1:]), _backward)
 
 
-def _call(kernel: Any, inputs: Any, mask_B1TS: Any, outs: Any, interpret: bool) -> Any:
+def _call(kernel: Any, inputs: Any, mask_B1TS: Any, out_shapes: Any, interpret: bool) -> Any:
     """Run one program per row and head. Block sizes are powers of two, at least 16.
 
     The kernel reads each part of an array separately, but writes whole arrays.
@@ -102,13 +102,13 @@ def _call(kernel: Any, inputs: Any, mask_B1TS: Any, outs: Any, interpret: bool) 
     warps = 2 if max(T, S) <= 32 else 4 if max(T, S) <= 64 else 8
     return pl.pallas_call(
         partial(kernel, T, S),
-        grid=(outs[0].shape[2], B),  # heads vary fastest, because they are adjacent in memory
+        grid=(out_shapes[0].shape[2], B),  # heads vary fastest, because they are adjacent in memory
         in_specs=[
             pl.BlockSpec((None, None, block[T], block[S]), lambda h, b: (b, 0, 0, 0)),
             *(block_spec(x, i, width) for x, i, width in inputs),
         ],
-        out_specs=[block_spec(x, 0, x.shape[3]) for x in outs],
-        out_shape=outs,
+        out_specs=[block_spec(x, 0, x.shape[3]) for x in out_shapes],
+        out_shape=out_shapes,
         compiler_params=compiler_params(warps),
         interpret=interpret,
     )(mask_B1TS.astype(jnp.int8), *(x for x, _, _ in inputs))
@@ -138,26 +138,26 @@ def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[Array
     scores_TS = _dot(q_TK, k_SK, (1, 1)) * q_TK.shape[1] ** -0.5
     allowed_TS = _load(mask_ref, T, S) != 0
     scores_TS = jnp.where(allowed_TS, scores_TS, MASKED)
-    is_key_TS = _inside(scores_TS.shape, scores_TS.shape[0], S)
-    if is_key_TS is not None:
-        scores_TS = jnp.where(is_key_TS, scores_TS, -jnp.inf)
+    is_in_bounds_TS = _in_bounds(scores_TS.shape, scores_TS.shape[0], S)
+    if is_in_bounds_TS is not None:
+        scores_TS = jnp.where(is_in_bounds_TS, scores_TS, -jnp.inf)
     exp_TS = jnp.exp(scores_TS - scores_TS.max(axis=1)[:, None])
     return exp_TS / exp_TS.sum(axis=1)[:, None], allowed_TS
 
 
-def _inside(shape: tuple[int, ...], rows: int, columns: int) -> Array | None:
+def _in_bounds(shape: tuple[int, ...], rows: int, columns: int) -> Array | None:
     """Return the mask of the block's elements that are inside the array, or None if all are."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return None if shape == (rows, columns) else (row < rows) & (column < columns)
 
 
 def _load(ref: Any, rows: int, columns: int | None = None) -> Array:
-    return load(ref, _inside(ref.shape, rows, columns or ref.shape[1]))
+    return load(ref, _in_bounds(ref.shape, rows, columns or ref.shape[1]))
 
 
 def _store(part: tuple[Any, int, int], x_LK: Array, rows: int) -> None:
     ref, i, width = part
-    store(ref.at[:, pl.ds(i * width, width)], x_LK, _inside(x_LK.shape, rows, width))
+    store(ref.at[:, pl.ds(i * width, width)], x_LK, _in_bounds(x_LK.shape, rows, width))
 
 
 def _dot(x: Array, y: Array, axes: tuple[int, int]) -> Array:

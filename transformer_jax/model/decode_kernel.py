@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.gpu import compiler_params, load, runs_kernels, split_qkv, store
 
-POSITIONS = 16  # positions per iteration; divides the number of positions in a cache
+POSITIONS_PER_BLOCK = 16  # positions per iteration; divides the number of positions in a cache
 
 # Largest score, sum of exp(score - largest score), and weighted sum of values; float32.
 _State = tuple[Array, Array, Array]
@@ -70,30 +70,32 @@ def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool
     K = caches[1].shape[3]
     out = jax.ShapeDtypeStruct((B, W, H, K), arrays[0].dtype)
     beams = split_qkv(arrays) if kernel is _history_kernel else [(*arrays, 0, width)]
-    written = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches[: len(beams) - 1]]
+    cache_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches[: len(beams) - 1]]
 
-    def of_sentence(x: Any) -> pl.BlockSpec:
+    def sentence_spec(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda h, b: (b, *[0] * (x.ndim - 1)))
 
-    def of_beams(_: Any, i: int, width: int) -> pl.BlockSpec:
+    def beams_spec(_: Any, i: int, width: int) -> pl.BlockSpec:
         # The number of hypotheses in a program must be a power of two.
         shape = None, pl.next_power_of_2(W), None, width
         return pl.BlockSpec(shape, lambda h, b: (b, 0, h, i))
 
-    def of_cache(x: Any) -> pl.BlockSpec:
+    def cache_spec(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *x.shape[2:]), lambda h, b: (b, h, 0, 0))
 
     return pl.pallas_call(
         partial(kernel, W),
         grid=(H, B),  # heads vary fastest, because they are adjacent in memory
         in_specs=[
-            *map(of_sentence, sentences),
-            *(of_beams(x, i, width) for x, i, width in beams),
-            *map(of_cache, caches),
+            *map(sentence_spec, sentences),
+            *(beams_spec(x, i, width) for x, i, width in beams),
+            *map(cache_spec, caches),
         ],
-        out_specs=[of_beams(out, 0, K), *map(of_cache, written)],
-        out_shape=[out, *written],
-        input_output_aliases={len([*sentences, *beams]) + i: 1 + i for i in range(len(written))},
+        out_specs=[beams_spec(out, 0, K), *map(cache_spec, cache_shapes)],
+        out_shape=[out, *cache_shapes],
+        input_output_aliases={
+            len([*sentences, *beams]) + i: 1 + i for i in range(len(cache_shapes))
+        },
         compiler_params=compiler_params(4),
         interpret=interpret,
     )(*sentences, *(x for x, _, _ in beams), *caches)
@@ -108,12 +110,12 @@ def _history_kernel(W: int, position_ref: Any, ancestors_ref: Any, *refs: Any) -
     q_WK, k_WK, v_WK = (_load(ref, beams_W1, is_beam_W1) for ref in (q_ref, k_ref, v_ref))
 
     def attend(i: Any, state: _State) -> _State:
-        positions_1T = i * POSITIONS + jnp.arange(POSITIONS)[None]
-        is_seen_WT = is_beam_W1 & (positions_1T < position)
+        positions_1T = i * POSITIONS_PER_BLOCK + jnp.arange(POSITIONS_PER_BLOCK)[None]
+        is_visible_WT = is_beam_W1 & (positions_1T < position)
         at = ancestors_ref.at[beams_W1, positions_1T]
-        slots_WT1 = (positions_1T * W + load(at, is_seen_WT))[:, :, None]
-        rows = slots_WT1, is_seen_WT[:, :, None]
-        return _attend(state, q_WK, _load(old_k_ref, *rows), _load(old_v_ref, *rows), is_seen_WT)
+        slots_WT1 = (positions_1T * W + load(at, is_visible_WT))[:, :, None]
+        rows = slots_WT1, is_visible_WT[:, :, None]
+        return _attend(state, q_WK, _load(old_k_ref, *rows), _load(old_v_ref, *rows), is_visible_WT)
 
     score_W = (_scaled(q_WK) * k_WK.astype(jnp.float32)).sum(axis=1)
     state = score_W, jnp.ones_like(score_W), v_WK.astype(jnp.float32)
@@ -123,38 +125,38 @@ def _history_kernel(W: int, position_ref: Any, ancestors_ref: Any, *refs: Any) -
         _store(ref, position * W + beams_W1, is_beam_W1 & (position < T), x_WK)
 
 
-def _source_kernel(W: int, count_ref: Any, mask_ref: Any, *refs: Any) -> None:
+def _source_kernel(W: int, length_ref: Any, mask_ref: Any, *refs: Any) -> None:
     q_ref, k_ref, v_ref, out_ref = refs
     beams_W1 = jnp.arange(len(out_ref))[:, None]
     q_WK = _load(q_ref, beams_W1, beams_W1 < W)
 
     def attend(i: Any, state: _State) -> _State:
-        positions_S = i * POSITIONS + jnp.arange(POSITIONS)
-        is_seen_1S = mask_ref[positions_S][None] != 0
-        at = positions_S[None, :, None], is_seen_1S[:, :, None]
-        return _attend(state, q_WK, _load(k_ref, *at), _load(v_ref, *at), is_seen_1S)
+        positions_S = i * POSITIONS_PER_BLOCK + jnp.arange(POSITIONS_PER_BLOCK)
+        is_visible_1S = mask_ref[positions_S][None] != 0
+        at = positions_S[None, :, None], is_visible_1S[:, :, None]
+        return _attend(state, q_WK, _load(k_ref, *at), _load(v_ref, *at), is_visible_1S)
 
     zeros_WK = jnp.zeros(out_ref.shape, jnp.float32)
     state = jnp.full(len(out_ref), MASKED, jnp.float32), zeros_WK.sum(axis=1), zeros_WK
     # A row without a sentence reads one masked block, because the divisor must not be 0.
-    out_WK = _attention(attend, jnp.maximum(count_ref[...], 1), state)
+    out_WK = _attention(attend, jnp.maximum(length_ref[...], 1), state)
     _store(out_ref, beams_W1, beams_W1 < W, out_WK)
 
 
 def _attention(attend: Any, count: Array, state: _State) -> Array:
     """Return the weighted mean of values, [W, K], over ``count`` positions."""
-    blocks = (count + POSITIONS - 1) // POSITIONS
+    blocks = (count + POSITIONS_PER_BLOCK - 1) // POSITIONS_PER_BLOCK
     _, total_W, out_WK = jax.lax.fori_loop(0, blocks, attend, state)
     return out_WK / total_W[:, None]
 
 
-def _attend(state: _State, q_WK: Any, k_WTK: Any, v_WTK: Any, is_seen_WT: Any) -> _State:
+def _attend(state: _State, q_WK: Any, k_WTK: Any, v_WTK: Any, is_visible_WT: Any) -> _State:
     """Add more positions to the state. Axis W of keys, values and mask can be 1."""
-    before_W, total_W, out_WK = state
+    old_largest_W, total_W, out_WK = state
     scores_WT = (_scaled(q_WK)[:, None] * k_WTK.astype(jnp.float32)).sum(axis=2)
-    scores_WT = jnp.where(is_seen_WT, scores_WT, MASKED)
-    largest_W = jnp.maximum(before_W, scores_WT.max(axis=1))
-    scale_W = jnp.exp(before_W - largest_W)
+    scores_WT = jnp.where(is_visible_WT, scores_WT, MASKED)
+    largest_W = jnp.maximum(old_largest_W, scores_WT.max(axis=1))
+    scale_W = jnp.exp(old_largest_W - largest_W)
     weights_WT = jnp.exp(scores_WT - largest_W[:, None])
     added_WK = (weights_WT[:, :, None] * v_WTK.astype(jnp.float32)).sum(axis=1)
     total_W = total_W * scale_W + weights_WT.sum(axis=1)
@@ -167,15 +169,15 @@ def _scaled(q_WK: Array) -> Array:
 
 def _load(ref: Any, rows: Array, mask: Array) -> Array:
     """Load whole rows, or 0 where masked. The last axis of ``rows`` and ``mask`` is 1."""
-    at, shape = _rows(ref, rows)
+    at, shape = _row_refs(ref, rows)
     return load(at, jnp.broadcast_to(mask, shape))
 
 
 def _store(ref: Any, rows: Array, mask: Array, x: Array) -> None:
-    at, shape = _rows(ref, rows)
+    at, shape = _row_refs(ref, rows)
     store(at, x, jnp.broadcast_to(mask, shape))
 
 
-def _rows(ref: Any, rows: Array) -> tuple[Any, tuple[int, ...]]:
+def _row_refs(ref: Any, rows: Array) -> tuple[Any, tuple[int, ...]]:
     shape = *rows.shape[:-1], ref.shape[1]
     return ref.at[rows, jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim - 1)], shape

@@ -18,12 +18,12 @@ class DropoutKeys:
     def __init__(self, key: Array):
         """Derive keys from ``key``."""
         self.key = key
-        self.derived = 0
+        self.num_derived = 0
 
     def __call__(self) -> Array:
         """Derive the key for the next mask."""
-        self.derived += 1
-        return jax.random.fold_in(self.key, self.derived - 1)
+        self.num_derived += 1
+        return jax.random.fold_in(self.key, self.num_derived - 1)
 
 
 # A random key, or the keys that a module derives from it for submodules. None turns dropout off.

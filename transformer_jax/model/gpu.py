@@ -60,11 +60,11 @@ def compiler_params(num_warps: int) -> Any:
     return triton.CompilerParams(num_warps=num_warps, num_stages=1)
 
 
-def splits(rows: int, heads: int = 0) -> bool:
+def divides_evenly(rows: int, heads: int = 0) -> bool:
     """Return True if rows and heads divide evenly over the devices of a training step.
 
     Returns False if the sharding is unknown, because XLA would then all-gather a kernel's inputs.
-    Programs for one of several devices are traced in ``on_one_device``.
+    Programs for one of several devices are traced in ``single_device_mesh``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.shape:
@@ -74,8 +74,8 @@ def splits(rows: int, heads: int = 0) -> bool:
     return rows % row_shards(mesh) == 0 == heads % mesh.shape["tensor"]
 
 
-def on_one_device() -> AbstractContextManager[Any]:
-    """Context manager for tracing a program for one device, so that ``splits`` knows it.
+def single_device_mesh() -> AbstractContextManager[Any]:
+    """Context manager for tracing a program for one device, so that ``divides_evenly`` knows it.
 
     JAX may have more devices that run the same program on their own.
     """
@@ -89,13 +89,13 @@ def row_shards(mesh: AbstractMesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"] if mesh.size > 1 else 1
 
 
-def sharded(
-    mesh: AbstractMesh, function: Callable[..., Any], specs: Any, outs: Any
+def shard_mapped(
+    mesh: AbstractMesh, function: Callable[..., Any], specs: Any, out_shapes: Any
 ) -> Callable[..., Any]:
     """Wrap ``function`` to run on each device's shards, because XLA cannot shard a kernel."""
     if mesh.size <= 1:
         return function
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_shapes, check_vma=False)
 
 
 def split_qkv(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
@@ -110,7 +110,7 @@ def split_qkv(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
     return [(x, i, x.shape[-1] // n) for x, n in zip(arrays, counts) for i in range(n)]
 
 
-def rows_inside(shape: tuple[int, ...], count: int) -> Array | None:
+def rows_in_bounds(shape: tuple[int, ...], count: int) -> Array | None:
     """Return the mask of the block's rows that are inside the array, or None if all are."""
     if count % shape[0] == 0:
         return None
@@ -118,21 +118,21 @@ def rows_inside(shape: tuple[int, ...], count: int) -> Array | None:
     return pl.program_id(0) * shape[0] + row < count
 
 
-def load(ref: Any, inside: Array | None) -> Array:
-    """Load a block, with 0 for elements outside the array. ``inside=None`` loads all elements."""
+def load(ref: Any, in_bounds: Array | None) -> Array:
+    """Load a block, with 0 outside the array. ``in_bounds=None`` loads all elements."""
     from jax.experimental.pallas import triton
 
-    return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
+    return ref[...] if in_bounds is None else triton.load(ref, mask=in_bounds, other=0)
 
 
-def store(ref: Any, x: Array, inside: Array | None) -> None:
+def store(ref: Any, x: Array, in_bounds: Array | None) -> None:
     """Store the elements of a block that are inside the array, converted to the array's dtype."""
     from jax.experimental.pallas import triton
 
-    triton.store(ref, x.astype(ref.dtype), mask=inside)
+    triton.store(ref, x.astype(ref.dtype), mask=in_bounds)
 
 
-def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> Array:
+def draw_dropout_mask(key_and_counter_ref: Any, shape: tuple[int, ...], rate: float) -> Array:
     """Draw the mask of ``dropout.keep_mask``, int32 [L, 1, C]. Bit i is for quarter i of a row.
 
     Args:
@@ -140,9 +140,11 @@ def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> Array:
     """
     L, _, C = shape
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
-    counter = ((pl.program_id(0) * L + row) * C + column).astype(jnp.uint32) + words_ref[2]
-    words = _threefry(words_ref[0], words_ref[1], counter)
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    counter = ((pl.program_id(0) * L + row) * C + column).astype(jnp.uint32) + key_and_counter_ref[
+        2
+    ]
+    random_words = _threefry(key_and_counter_ref[0], key_and_counter_ref[1], counter)
+    halves = [half for word in random_words for half in (word & 0xFFFF, word >> 16)]
     bits = ((half >= jnp.uint32(threshold(rate))).astype(jnp.int32) for half in halves)
     return reduce(jnp.bitwise_or, (bit << i for i, bit in enumerate(bits)))
 
@@ -156,9 +158,9 @@ def _threefry(a: Array, b: Array, counter: Array) -> tuple[Array, Array]:
     x = jnp.zeros_like(counter) + a
     y = counter + b
     for group in range(5):
-        for turn in (13, 15, 26, 6) if group % 2 == 0 else (17, 29, 16, 24):
+        for rotation in (13, 15, 26, 6) if group % 2 == 0 else (17, 29, 16, 24):
             x += y
-            y = ((y << turn) | (y >> (32 - turn))) ^ x
+            y = ((y << rotation) | (y >> (32 - rotation))) ^ x
         x += keys[(group + 1) % 3]
         y += keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return x, y

@@ -21,7 +21,7 @@ from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.gpu import split_qkv
 
 _NOT_WRITTEN = -1
-_LONG = tuple(64 << i for i in range(20))
+_DOUBLING_ENDS = tuple(64 << i for i in range(20))
 
 
 class CacheLayout(NamedTuple):
@@ -30,21 +30,21 @@ class CacheLayout(NamedTuple):
     L counts slots: S, or T * W in a history.
     """
 
-    history_ends: tuple[int, ...] = ()
+    history_block_ends: tuple[int, ...] = ()
     """End positions of the blocks. Blocks after position 64 are as long as all earlier blocks
     together, because skipping a block also takes time."""
-    source_ends: tuple[int, ...] = ()
+    source_block_ends: tuple[int, ...] = ()
     key_axes: str = "BHLK"
     """Axes of keys, as in an einsum."""
-    joins_heads: bool = False
+    merges_heads: bool = False
     """Heads lie side by side, [B, 1, L, H * K]."""
 
 
 _LAYOUTS = {
     # Matmuls are fastest without transposes.
-    "cpu": CacheLayout((16, 32, 48, *_LONG), (32, *_LONG), key_axes="BHKL"),
+    "cpu": CacheLayout((16, 32, 48, *_DOUBLING_ENDS), (32, *_DOUBLING_ENDS), key_axes="BHKL"),
     # XLA would pad a narrow last axis to 128.
-    "tpu": CacheLayout(_LONG, _LONG, joins_heads=True),
+    "tpu": CacheLayout(_DOUBLING_ENDS, _DOUBLING_ENDS, merges_heads=True),
     "gpu": CacheLayout(),
 }
 # Keys and values of consecutive positions.
@@ -73,22 +73,22 @@ class DecoderCache:
         ancestors_BWT = jnp.take_along_axis(self.ancestors_BWT, parents_BW[:, :, None], axis=1)
         return replace(self, ancestors_BWT=ancestors_BWT)
 
-    def replace_rows(self, rows_R: Array, fresh: DecoderCache) -> DecoderCache:
-        """Put the R new sentences of ``fresh`` into rows ``rows_R``.
+    def replace_rows(self, rows_R: Array, new_cache: DecoderCache) -> DecoderCache:
+        """Put the R new sentences of ``new_cache`` into rows ``rows_R``.
 
-        Row indices equal to B are skipped. Only the source arrays of ``fresh`` are used. The old
-        history stays but is masked: no beam has an ancestor in it.
+        Row indices equal to B are skipped. Only the source arrays of ``new_cache`` are used. The
+        old history stays but is masked: no beam has an ancestor in it.
         """
 
-        def put(old: Any, new: Any) -> Any:
+        def set_rows(old: Any, new: Any) -> Any:
             return jax.tree.map(lambda x, y: x.at[rows_R].set(y, mode="drop"), old, new)
 
         return replace(
             self,
-            source=put(self.source, fresh.source),
-            source_mask_BS=put(self.source_mask_BS, fresh.source_mask_BS),
-            ancestors_BWT=put(self.ancestors_BWT, _NOT_WRITTEN),
-            position_B=put(self.position_B, 0),
+            source=set_rows(self.source, new_cache.source),
+            source_mask_BS=set_rows(self.source_mask_BS, new_cache.source_mask_BS),
+            ancestors_BWT=set_rows(self.ancestors_BWT, _NOT_WRITTEN),
+            position_B=set_rows(self.position_B, 0),
         )
 
     def empty_like(self) -> DecoderCache:
@@ -107,32 +107,36 @@ class DecoderCache:
         ]
 
     @jax.named_scope("cache")
-    def written(self, blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
+    def write_newest(self, blocks: Sequence[Block], newest: Block) -> tuple[Block, ...]:
         """Write the newest keys and values, [B, W, H, K], into a layer's history.
 
         An infinite or NaN value makes its sentence invalid. It is written as 0, because times a
         weight of 0 it would be NaN for the next sentence in the row.
         """
-        newest_keys = own[0]
-        newest_values = jnp.where(jnp.isfinite(own[1]), own[1], 0)
+        newest_keys = newest[0]
+        newest_values = jnp.where(jnp.isfinite(newest[1]), newest[1], 0)
         beam_size = self.ancestors_BWT.shape[1]
         rows_B1 = jnp.arange(self.position_B.shape[0])[:, None]
         beams_1W = jnp.arange(beam_size, dtype=jnp.int32)[None]
         slots_BW = self.position_B[:, None] * beam_size + beams_1W
-        every = slice(None)
-        written = []
+        full_slice = slice(None)
+        new_blocks = []
         start = 0
         for k, v in blocks:
             length = v.shape[2]
             # slots of other blocks are out of bounds and dropped
-            inside_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
-            at = rows_B1, every, inside_BW
-            at_keys = (rows_B1, every, every, inside_BW) if self.layout.key_axes == "BHKL" else at
-            k = k.at[at_keys].set(newest_keys, mode="drop")
-            v = v.at[at].set(newest_values, mode="drop")
-            written.append((k, v))
+            offsets_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
+            indices = rows_B1, full_slice, offsets_BW
+            key_indices = (
+                (rows_B1, full_slice, full_slice, offsets_BW)
+                if self.layout.key_axes == "BHKL"
+                else indices
+            )
+            k = k.at[key_indices].set(newest_keys, mode="drop")
+            v = v.at[indices].set(newest_values, mode="drop")
+            new_blocks.append((k, v))
             start += length
-        return tuple(written)
+        return tuple(new_blocks)
 
     def append(self, layers: Sequence[LayerAttention]) -> DecoderCache:
         """Append the newest keys and values of each layer to the cache."""
@@ -143,7 +147,7 @@ class DecoderCache:
             self,
             # Written after all layers have read it, so XLA's CPU backend does not copy blocks.
             history=tuple(
-                self.written(layer.history, layer.own) if layer.own else layer.history
+                self.write_newest(layer.history, layer.newest) if layer.newest else layer.history
                 for layer in layers
             ),
             ancestors_BWT=jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT),
@@ -159,10 +163,10 @@ class LayerAttention:
     visible_B1WL: Array  # history slots visible to each hypothesis
     history: tuple[Block, ...]
     source: tuple[Block, ...]
-    own: Block | None = None  # newest keys and values, not yet in the history
+    newest: Block | None = None  # newest keys and values, not yet in the history
     bias_BHT: Array | None = None  # added to the scores of self-attention (RelativeBias.at)
 
-    def to_history(self, *arrays_BWHK: Array) -> Array:
+    def attend_to_history(self, *arrays_BWHK: Array) -> Array:
         """Attend from the newest tokens to the cached tokens and to themselves.
 
         One to three arrays hold queries, keys and values (``gpu.split_qkv``).
@@ -171,7 +175,7 @@ class LayerAttention:
             x[..., i * width : (i + 1) * width] for x, i, width in split_qkv(arrays_BWHK)
         )
         shape = *q_BWHK.shape[:2], self.history[0][1].shape[1], -1
-        self.own = own = k_BWHK.reshape(shape), v_BWHK.reshape(shape)
+        self.newest = newest = k_BWHK.reshape(shape), v_BWHK.reshape(shape)
         cache = self.cache
 
         mask_BHWL = self.visible_B1WL
@@ -181,11 +185,11 @@ class LayerAttention:
             bias_BH1L = jnp.repeat(bias_BHT, q_BWHK.shape[1], axis=2)[:, :, None]
             mask_BHWL = jnp.where(mask_BHWL, bias_BH1L, MASKED)
 
-        def plain() -> Array:
-            return _attend_to_blocks(q_BWHK, self.history, cache.layout.key_axes, mask_BHWL, own)
+        def reference() -> Array:
+            return _attend_to_blocks(q_BWHK, self.history, cache.layout.key_axes, mask_BHWL, newest)
 
-        def plain_step() -> Any:
-            return plain(), *cache.written(self.history, own)
+        def reference_step() -> Any:
+            return reference(), *cache.write_newest(self.history, newest)
 
         def kernel_step() -> Any:
             [block] = self.history
@@ -194,30 +198,30 @@ class LayerAttention:
             )
 
         if self.bias_BHT is not None or not decode_kernel.supports(q_BWHK, v_BWHK):
-            return plain()
-        out_BWHK, *history = jax.lax.platform_dependent(cuda=kernel_step, default=plain_step)
+            return reference()
+        out_BWHK, *history = jax.lax.platform_dependent(cuda=kernel_step, default=reference_step)
         self.history = tuple(history)
-        self.own = None  # already written
+        self.newest = None  # already written
         return out_BWHK
 
-    def to_source(self, q_BWHK: Array) -> Array:
+    def attend_to_source(self, q_BWHK: Array) -> Array:
         """Attend from the newest tokens to the source."""
         mask_BS = self.cache.source_mask_BS
         key_axes = self.cache.layout.key_axes
 
-        def plain() -> Array:
+        def reference() -> Array:
             return _attend_to_blocks(q_BWHK, self.source, key_axes, mask_BS[:, None, None])
 
         def kernel() -> Array:
             return decode_kernel.attend_to_source(q_BWHK, self.source[0], mask_BS)
 
         if not decode_kernel.supports(q_BWHK, self.source[0][1]):
-            return plain()
-        return jax.lax.platform_dependent(cuda=kernel, default=plain)
+            return reference()
+        return jax.lax.platform_dependent(cuda=kernel, default=reference)
 
 
 def empty_cache(
-    cross: Sequence[tuple[Array, Array]],
+    cross_keys_values: Sequence[tuple[Array, Array]],
     source_mask_BS: Array,
     *,
     beam_size: int,
@@ -237,31 +241,35 @@ def empty_cache(
         S = _rounded_up(max(length, source_capacity))
     else:  # a symbol of jax.export, which cannot be compared with the ends of blocks
         S = _rounded_up(length)
-        layout = layout._replace(source_ends=())
+        layout = layout._replace(source_block_ends=())
     T = _rounded_up(max_length)
-    if layout.joins_heads:
-        cross = jax.tree.map(lambda x: x.reshape(batch, length, 1, -1), cross)
+    if layout.merges_heads:
+        cross_keys_values = jax.tree.map(
+            lambda x: x.reshape(batch, length, 1, -1), cross_keys_values
+        )
 
-    def of_source(x_BSHK: Array) -> list[Array]:
+    def source_blocks(x_BSHK: Array) -> list[Array]:
         padding = (0, 0), (0, 0), (0, S - length), (0, 0)
         x_BHSK = jnp.pad(x_BSHK.swapaxes(1, 2), padding)
-        return jnp.split(x_BHSK, [n for n in layout.source_ends if n < S], axis=2)
+        return jnp.split(x_BHSK, [n for n in layout.source_block_ends if n < S], axis=2)
 
-    def of_history(x_BSHK: Array) -> list[Array]:
+    def history_blocks(x_BSHK: Array) -> list[Array]:
         B, _, H, K = x_BSHK.shape
         slots_BHLK = jnp.zeros((B, H, T * beam_size, K), x_BSHK.dtype)
-        return jnp.split(slots_BHLK, [n * beam_size for n in layout.history_ends if n < T], axis=2)
+        return jnp.split(
+            slots_BHLK, [n * beam_size for n in layout.history_block_ends if n < T], axis=2
+        )
 
-    def blocks(of: Callable[[Array], list[Array]]) -> tuple[tuple[Block, ...], ...]:
-        layers = [zip(*map(of, layer)) for layer in cross]
+    def make_blocks(split: Callable[[Array], list[Array]]) -> tuple[tuple[Block, ...], ...]:
+        layers = [zip(*map(split, layer)) for layer in cross_keys_values]
         return tuple(
             tuple((jnp.einsum(f"BHLK->{layout.key_axes}", k), v) for k, v in layer)
             for layer in layers
         )
 
     return DecoderCache(
-        history=blocks(of_history),
-        source=blocks(of_source),
+        history=make_blocks(history_blocks),
+        source=make_blocks(source_blocks),
         source_mask_BS=jnp.pad(source_mask_BS, ((0, 0), (0, S - length))),
         ancestors_BWT=jnp.full((batch, beam_size, T), _NOT_WRITTEN, jnp.int32),
         position_B=jnp.zeros(batch, jnp.int32),
@@ -270,7 +278,7 @@ def empty_cache(
 
 
 def _rounded_up(length: Any) -> Any:
-    return -(-length // decode_kernel.POSITIONS) * decode_kernel.POSITIONS
+    return -(-length // decode_kernel.POSITIONS_PER_BLOCK) * decode_kernel.POSITIONS_PER_BLOCK
 
 
 @jax.named_scope("dot_product_attention")
@@ -279,7 +287,7 @@ def _attend_to_blocks(
     blocks: Sequence[Block],
     key_axes: str,
     mask_BHWL: Array,
-    own: Block | None = None,
+    newest: Block | None = None,
 ) -> Array:
     """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
 
@@ -292,20 +300,20 @@ def _attend_to_blocks(
     B, W, H, K = q_BWHK.shape
     scale = jnp.asarray(K**-0.5, q_BWHK.dtype)
     if blocks[0][1].shape[1] == H:
-        return _attend(q_BWHK.swapaxes(1, 2) * scale, blocks, key_axes, mask_BHWL, own)
+        return _attend(q_BWHK.swapaxes(1, 2) * scale, blocks, key_axes, mask_BHWL, newest)
 
-    def of_head(x_BWHK: Array) -> Array:
+    def mask_other_heads(x_BWHK: Array) -> Array:
         width = x_BWHK.shape[3]
         is_own_HK = jnp.arange(width)[None] * H // width == jnp.arange(H)[:, None]
         return jnp.where(is_own_HK[None, None], x_BWHK, 0)
 
-    q_BHWK = of_head(q_BWHK.reshape(B, W, 1, -1) * scale).reshape(B, 1, W * H, -1)
-    if own:
-        own = jnp.repeat(own[0], H, axis=1), jnp.repeat(own[1], H, axis=1)
+    q_BHWK = mask_other_heads(q_BWHK.reshape(B, W, 1, -1) * scale).reshape(B, 1, W * H, -1)
+    if newest:
+        newest = jnp.repeat(newest[0], H, axis=1), jnp.repeat(newest[1], H, axis=1)
         mask_BHWL = jnp.broadcast_to(mask_BHWL, (B, H, *mask_BHWL.shape[2:]))
         mask_BHWL = mask_BHWL.swapaxes(1, 2).reshape(B, 1, W * H, -1)
-    out_BWHK = _attend(q_BHWK, blocks, key_axes, mask_BHWL, own).reshape(B, W, H, -1)
-    return of_head(out_BWHK).sum(axis=2).reshape(B, W, H, -1)
+    out_BWHK = _attend(q_BHWK, blocks, key_axes, mask_BHWL, newest).reshape(B, W, H, -1)
+    return mask_other_heads(out_BWHK).sum(axis=2).reshape(B, W, H, -1)
 
 
 def _attend(
@@ -313,40 +321,40 @@ def _attend(
     blocks: Sequence[Block],
     key_axes: str,
     mask_BHWL: Array,
-    own: Block | None,
+    newest: Block | None,
 ) -> Array:
     """Attend with scaled queries. Returns [B, W, H, K].
 
     ``key_axes`` are the axes of keys: on TPUs, transposing a block outside its branch would copy
-    it. In self-attention, ``own`` holds the newest keys and values, which are not in the cache yet:
-    the cache is read before it is written, so XLA can update it in place.
+    it. In self-attention, ``newest`` holds the newest keys and values, which are not in the cache
+    yet: the cache is read before it is written, so XLA can update it in place.
 
     The softmax is computed block by block, with a running maximum of the scores, a sum of exp(score
     - maximum) and a weighted sum of values. A block that a hypothesis does not attend to has a
     weight of exactly 0, whether it is computed or skipped.
     """
     B, H, W, _ = q_BHWK.shape
-    if own is None:
-        nothing_BHWK = jnp.zeros((B, H, W, blocks[0][1].shape[3]), jnp.float32)
-        nothing_BHW1 = nothing_BHWK[..., :1]
-        state = nothing_BHW1 + MASKED, nothing_BHW1, nothing_BHWK
+    if newest is None:
+        zeros_BHWK = jnp.zeros((B, H, W, blocks[0][1].shape[3]), jnp.float32)
+        zeros_BHW1 = zeros_BHWK[..., :1]
+        state = zeros_BHW1 + MASKED, zeros_BHW1, zeros_BHWK
     else:
-        k_BHWK, v_BHWK = (x.swapaxes(1, 2).astype(jnp.float32) for x in own)
+        k_BHWK, v_BHWK = (x.swapaxes(1, 2).astype(jnp.float32) for x in newest)
         largest_BHW1 = (q_BHWK.astype(jnp.float32) * k_BHWK).sum(axis=-1, keepdims=True)
         state = largest_BHW1, jnp.ones_like(largest_BHW1), v_BHWK
 
     def matmul(equation: str, x: Array, y: Array) -> Array:
         return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
-    def add(state: Any, block: Block, mask_BHWL: Array) -> Any:
-        before_BHW1, total_BHW1, out_BHWK = state
+    def add_block(state: Any, block: Block, mask_BHWL: Array) -> Any:
+        old_largest_BHW1, total_BHW1, out_BHWK = state
         keys, v_BHLK = block
         scores_BHWL = matmul(f"BHWK,{key_axes}->BHWL", q_BHWK, keys)
         if mask_BHWL.dtype != bool:
             scores_BHWL += mask_BHWL
-        scores_BHWL = jnp.where(_visible(mask_BHWL), scores_BHWL, MASKED)
-        largest_BHW1 = jnp.maximum(before_BHW1, scores_BHWL.max(axis=3, keepdims=True))
-        scale_BHW1 = jnp.exp(before_BHW1 - largest_BHW1)
+        scores_BHWL = jnp.where(_as_bool(mask_BHWL), scores_BHWL, MASKED)
+        largest_BHW1 = jnp.maximum(old_largest_BHW1, scores_BHWL.max(axis=3, keepdims=True))
+        scale_BHW1 = jnp.exp(old_largest_BHW1 - largest_BHW1)
         weights_BHWL = jnp.exp(scores_BHWL - largest_BHW1)
         added_BHWK = matmul("BHWL,BHLK->BHWK", weights_BHWL.astype(v_BHLK.dtype), v_BHLK)
         total_BHW1 = total_BHW1 * scale_BHW1 + weights_BHWL.sum(axis=3, keepdims=True)
@@ -357,12 +365,12 @@ def _attend(
         stop = start + block[1].shape[2]
         mask = mask_BHWL[..., start:stop]
         # The first block is never skipped: it is almost always used, and the divisor must not be 0.
-        is_used = True if start == 0 else _visible(mask).any()
-        state = jax.lax.cond(is_used, add, lambda state, *_: state, state, block, mask)
+        is_used = True if start == 0 else _as_bool(mask).any()
+        state = jax.lax.cond(is_used, add_block, lambda state, *_: state, state, block, mask)
         start = stop
     _, total_BHW1, out_BHWK = state
     return (out_BHWK / total_BHW1).swapaxes(1, 2).astype(q_BHWK.dtype)
 
 
-def _visible(mask: Array) -> Array:
+def _as_bool(mask: Array) -> Array:
     return mask if mask.dtype == bool else mask > MASKED / 2

@@ -199,7 +199,7 @@ class _Layer(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
 
-    def _feed(self, x_BLD: Array, dropout_key: DropoutKey) -> Array:
+    def _apply_feed_forward(self, x_BLD: Array, dropout_key: DropoutKey) -> Array:
         # nnx.tabulate cannot show calls that have a module as an argument.
         return self.feed_forward(x_BLD, dropout_key=dropout_key)
 
@@ -227,7 +227,7 @@ class EncoderLayer(_Layer):
             return attention(y_BSD, None, mask_BHSS, bias_BHLL, dropout_key=dropout_key)
 
         x_BSD = self.self_attention_residual(x_BSD, attend, dropout_key=keys)
-        return self.feed_forward_residual(x_BSD, self._feed, dropout_key=keys)
+        return self.feed_forward_residual(x_BSD, self._apply_feed_forward, dropout_key=keys)
 
 
 class DecoderLayer(_Layer):
@@ -260,17 +260,17 @@ class DecoderLayer(_Layer):
             if cache is None:
                 return attention(y_BTD, None, self_mask_BHTT, bias_BHLL, dropout_key=dropout_key)
             arrays = attention.project(y_BTD, packed=runs_kernels())
-            return attention.output(cache.to_history(*arrays))
+            return attention.output(cache.attend_to_history(*arrays))
 
         def attend_to_memory(y_BTD: Array, dropout_key: DropoutKey) -> Array:
             attention = self.cross_attention
             if cache is None:
                 return attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=dropout_key)
-            return attention.output(cache.to_source(attention.queries(y_BTD)))
+            return attention.output(cache.attend_to_source(attention.queries(y_BTD)))
 
         x_BTD = self.self_attention_residual(x_BTD, attend, dropout_key=keys)
         x_BTD = self.cross_attention_residual(x_BTD, attend_to_memory, dropout_key=keys)
-        return self.feed_forward_residual(x_BTD, self._feed, dropout_key=keys)
+        return self.feed_forward_residual(x_BTD, self._apply_feed_forward, dropout_key=keys)
 
 
 class _Stack(nnx.Module):
@@ -281,13 +281,13 @@ class _Stack(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build the config's number of layers and the optional final norm."""
         is_decoder = self.layer.has_memory
-        number = config.decoder_layers if is_decoder else config.num_layers
-        self.layers = nnx.List([self.layer(config, rngs=rngs) for _ in range(number)])
+        num_layers = config.decoder_layers if is_decoder else config.num_layers
+        self.layers = nnx.List([self.layer(config, rngs=rngs) for _ in range(num_layers)])
         self.final_norm = Norm(config) if config.has_final_norm else None
         self.output_scale = config.d_model**-0.5 if config.output_scale and is_decoder else 1.0
         num_biases = 0
         if config.positions == "relative":
-            num_biases = number if config.relative_bias == "layer" else 1  # else for all layers
+            num_biases = num_layers if config.relative_bias == "layer" else 1  # else for all layers
         self.relative_biases = nnx.List(
             RelativeBias(config, bidirectional=not is_decoder, rngs=rngs) for _ in range(num_biases)
         )
@@ -314,8 +314,10 @@ class _Stack(nnx.Module):
                 caches[i].bias_BHT = bias
                 x_BLD = layer(x_BLD, *context, cache=caches[i])
             else:
-                run = partial(layer, bias_BHLL=bias, dropout_key=keys)
-                x_BLD = (jax.checkpoint(run) if layer.remat else run)(x_BLD, *context)
+                apply_layer = partial(layer, bias_BHLL=bias, dropout_key=keys)
+                x_BLD = (jax.checkpoint(apply_layer) if layer.remat else apply_layer)(
+                    x_BLD, *context
+                )
         if self.final_norm is not None:
             x_BLD = self.final_norm(x_BLD)
         return x_BLD if self.output_scale == 1 else x_BLD * self.output_scale

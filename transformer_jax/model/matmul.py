@@ -31,7 +31,7 @@ _FEW_ROWS = 32
 
 # From jaxlib 0.11 on, XLA multiplies few rows of bfloat16 fast without exchanging the matrices. If
 # they are exchanged, it sums in an order that depends on the number of rows.
-_EXCHANGES_BFLOAT16 = jax.__version_info__ < (0, 11)
+_SWAPS_BFLOAT16_OPERANDS = jax.__version_info__ < (0, 11)
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
@@ -48,8 +48,8 @@ def matmul_dtype(dtype: DTypeLike) -> jnp.dtype:
     if dtype != "auto":
         return jnp.dtype(dtype)
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    fast = not _on_cpu() or ("avx512_bf16" in cpu_flags() and precision is None)
-    return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
+    is_fast = not _on_cpu() or ("avx512_bf16" in cpu_flags() and precision is None)
+    return jnp.dtype(jnp.bfloat16 if is_fast else jnp.float32)
 
 
 def activation_dtype(config: ModelConfig) -> jnp.dtype:
@@ -103,13 +103,13 @@ def einsum(
     summed axes of ``a`` must then be last, and each of its rows is quantized by its own maximum.
     """
     if scale is not None:
-        return _quantized(equation, a, b, scale).astype(result)
+        return _int8_einsum(equation, a, b, scale).astype(result)
     if is_mixed(dtype):
-        return _rounded(equation, a, b).astype(result)
+        return _bfloat16_einsum(equation, a, b).astype(result)
     return jnp.einsum(equation, a, b, preferred_element_type=result)
 
 
-def _quantized(equation: str, a: Array, b: Array, scale: Array) -> Array:
+def _int8_einsum(equation: str, a: Array, b: Array, scale: Array) -> Array:
     a, b, b_axis, shape = _as_matrices(equation, a, b)
     # NaN and infinity make the whole row NaN.
     largest_M1 = jnp.max(jnp.abs(a), axis=1, keepdims=True)
@@ -120,28 +120,28 @@ def _quantized(equation: str, a: Array, b: Array, scale: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded(equation: str, a: Array, b: Array) -> Array:
+def _bfloat16_einsum(equation: str, a: Array, b: Array) -> Array:
     rounded = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     a, b, b_axis, shape = _as_matrices(equation, *rounded)
     return _multiply(a, b, b_axis, jnp.float32).reshape(shape)
 
 
 def _forward(equation: str, a: Array, b: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _rounded(equation, a, b), (a, b)
+    return _bfloat16_einsum(equation, a, b), (a, b)
 
 
 def _backward(equation: str, inputs: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     a, b = inputs
     a_axes, b_axes, out = equation.replace("->", ",").split(",")
-    of_a = _rounded(f"{out},{b_axes}->{a_axes}", gradient, b)
+    gradient_a = _bfloat16_einsum(f"{out},{b_axes}->{a_axes}", gradient, b)
     if b_axes[0] in a_axes:
-        of_b = _rounded(f"{a_axes},{out}->{b_axes}", a, gradient)
+        gradient_b = _bfloat16_einsum(f"{a_axes},{out}->{b_axes}", a, gradient)
     else:
-        of_b = _rounded(f"{out},{a_axes}->{b_axes}", gradient, a)
-    return of_a.astype(a.dtype), of_b.astype(b.dtype)
+        gradient_b = _bfloat16_einsum(f"{out},{a_axes}->{b_axes}", gradient, a)
+    return gradient_a.astype(a.dtype), gradient_b.astype(b.dtype)
 
 
-_rounded.defvjp(_forward, _backward)
+_bfloat16_einsum.defvjp(_forward, _backward)
 
 
 def output_major(equation: str, b: Array) -> tuple[str, Array]:
@@ -150,8 +150,8 @@ def output_major(equation: str, b: Array) -> tuple[str, Array]:
     In mixed precision and with int8, ``einsum`` is then fastest for few rows.
     """
     a_axes, b_axes, out = equation.replace("->", ",").split(",")
-    moved = "".join(sorted(b_axes, key=lambda axis: axis in a_axes))
-    return f"{a_axes},{moved}->{out}", jnp.einsum(f"{b_axes}->{moved}", b)
+    reordered_axes = "".join(sorted(b_axes, key=lambda axis: axis in a_axes))
+    return f"{a_axes},{reordered_axes}->{out}", jnp.einsum(f"{b_axes}->{reordered_axes}", b)
 
 
 def _multiply(a_MK: Array, b: Array, b_axis: int, result: DTypeLike) -> Array:
@@ -161,10 +161,10 @@ def _multiply(a_MK: Array, b: Array, b_axis: int, result: DTypeLike) -> Array:
     """
     rows = a_MK.shape[0]
     has_few_rows = isinstance(rows, int) and rows <= _FEW_ROWS  # else: a symbol of jax.export
-    exchanges = b_axis == 1 and (_EXCHANGES_BFLOAT16 or a_MK.dtype == jnp.int8)
+    swaps_operands = b_axis == 1 and (_SWAPS_BFLOAT16_OPERANDS or a_MK.dtype == jnp.int8)
     if rows == 1:  # XLA has no fast kernels for vectors, and others would round differently
         a_MK = jnp.pad(a_MK, ((0, 1), (0, 0)))
-    if exchanges and has_few_rows:
+    if swaps_operands and has_few_rows:
         out_NM = jax.lax.dot_general(b, a_MK, (((1,), (1,)), ((), ())), None, result)
         # Without a barrier, XLA would exchange the operands again.
         out_MN = with_layout_constraint(jax.lax.optimization_barrier(out_NM).T, Layout((0, 1)))
@@ -185,6 +185,6 @@ def _as_matrices(equation: str, a: Array, b: Array) -> tuple[Array, Array, int, 
     size = math.prod(sizes[axis] for axis in summed)
     if a_axes.startswith(summed):  # XLA's fast kernels need the first matrix in row-major order
         a = with_layout_constraint(a.reshape(size, -1).T, Layout((0, 1)))
-    b_first = b_axes.startswith(summed)
-    matrices = a.reshape(-1, size), b.reshape((size, -1) if b_first else (-1, size))
-    return *matrices, 0 if b_first else 1, shape
+    is_b_summed_first = b_axes.startswith(summed)
+    matrices = a.reshape(-1, size), b.reshape((size, -1) if is_b_summed_first else (-1, size))
+    return *matrices, 0 if is_b_summed_first else 1, shape

@@ -65,10 +65,10 @@ def _normalized_jvp(
     # Without the barrier, XLA would recompute the statistics in each kernel that needs them or, if
     # it cannot, store float32 arrays with the shape of x.
     mean_BL1, inverse_BL1 = jax.lax.optimization_barrier(_statistics(x_BLD, epsilon))
-    normal_BLD = (x_BLD - mean_BL1) * inverse_BL1
-    along_BL1 = (dx_BLD * normal_BLD).mean(axis=-1, keepdims=True)
-    across_BLD = dx_BLD - dx_BLD.mean(axis=-1, keepdims=True) - normal_BLD * along_BL1
-    return normal_BLD, across_BLD * inverse_BL1
+    normalized_BLD = (x_BLD - mean_BL1) * inverse_BL1
+    along_BL1 = (dx_BLD * normalized_BLD).mean(axis=-1, keepdims=True)
+    across_BLD = dx_BLD - dx_BLD.mean(axis=-1, keepdims=True) - normalized_BLD * along_BL1
+    return normalized_BLD, across_BLD * inverse_BL1
 
 
 def _statistics(x_BLD: Array, epsilon: float) -> tuple[Array, Array]:
@@ -88,7 +88,7 @@ class Residual(nnx.Module):
     def __init__(self, config: ModelConfig):
         """Build from norm, dropout and the config fields that ``Norm`` uses."""
         self.norm = Norm(config)
-        self.pre = config.norm == "pre"
+        self.is_pre_norm = config.norm == "pre"
         self.dropout = config.dropout
 
     def __call__(
@@ -104,12 +104,12 @@ class Residual(nnx.Module):
         """
         norm = self.norm
         rate = self.dropout
-        y_BLD = sublayer(norm(x_BLD) if self.pre else x_BLD, dropout_key=dropout_key)
-        plain = self.pre or rate == 0 or not norm_kernel.supports(x_BLD)
+        y_BLD = sublayer(norm(x_BLD) if self.is_pre_norm else x_BLD, dropout_key=dropout_key)
+        use_reference = self.is_pre_norm or rate == 0 or not norm_kernel.supports(x_BLD)
         with jax.named_scope("residual"):
-            if plain or norm.bias is None or dropout_key is None:
+            if use_reference or norm.bias is None or dropout_key is None:
                 x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
-                return x_BLD if self.pre else norm(x_BLD)
+                return x_BLD if self.is_pre_norm else norm(x_BLD)
             # In training on a GPU, one fused kernel computes all of this.
             key = mask_key(dropout_key)
             weights = norm.scale[...], norm.bias[...]

@@ -172,15 +172,15 @@ class Transformer(nnx.Module):
         model.set_attributes(sow_weights=True, remat=False)
         _, sown = nnx.capture(Transformer.hidden, nnx.Intermediate)(model, source_BS, target_BT)
 
-        def of(stack: str, attention: str, queries_BL: Array) -> tuple[Array, ...]:
+        def stack_weights(stack: str, attention: str, queries_BL: Array) -> tuple[Array, ...]:
             is_query_B1L1 = (queries_BL != self.config.pad_id)[:, None, :, None]
             layers = [layer[attention] for _, layer in sorted(sown[stack]["layers"].items())]
             return tuple(layer["weights"][0] * is_query_B1L1 for layer in layers)
 
         return AttentionWeights(
-            of("encoder", "self_attention", source_BS),
-            of("decoder", "self_attention", target_BT),
-            of("decoder", "cross_attention", target_BT),
+            stack_weights("encoder", "self_attention", source_BS),
+            stack_weights("decoder", "self_attention", target_BT),
+            stack_weights("decoder", "cross_attention", target_BT),
         )
 
     def cross_attention(self, source_BS: Array, target_BT: Array, layer: int | None) -> Array:
@@ -188,20 +188,22 @@ class Transformer(nnx.Module):
         the first head of ``alignment_layer``, if it is set, or the last layer.
         """
         cross = self.attention_weights(source_BS, target_BT).cross
-        chosen = self.config.alignment_layer
-        if layer is None and chosen is not None:
-            return cross[chosen][:, 0]
+        alignment_layer = self.config.alignment_layer
+        if layer is None and alignment_layer is not None:
+            return cross[alignment_layer][:, 0]
         return cross[-1 if layer is None else layer].mean(axis=1)
 
-    def hidden_and_alignment(self, *args: Any, aligned: bool, **options: Any) -> tuple[Array, Any]:
-        """Compute ``hidden`` and, if ``aligned``, the weights [B, T, S] of the first
+    def hidden_and_alignment(
+        self, *args: Any, with_alignment: bool, **options: Any
+    ) -> tuple[Array, Any]:
+        """Compute ``hidden`` and, if ``with_alignment``, the weights [B, T, S] of the first
         cross-attention head of ``alignment_layer``.
         """
-        number = self.config.alignment_layer
-        if number is None or not aligned:
+        layer_index = self.config.alignment_layer
+        if layer_index is None or not with_alignment:
             return self.hidden(*args, **options), None
         model = nnx.clone(self)
-        layer = model.decoder.layers[number]
+        layer = model.decoder.layers[layer_index]
         layer.remat = False
         layer.cross_attention.sow_weights = True
         hidden_BTD, sown = nnx.capture(model.hidden, nnx.Intermediate)(*args, **options)

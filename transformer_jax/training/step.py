@@ -285,7 +285,7 @@ def loss_and_sums(
         hidden_BTD, weights_BTS = model.hidden_and_alignment(
             batch.source_BS,
             batch.target_BT,
-            aligned=batch.links_BT is not None,
+            with_alignment=batch.links_BT is not None,
             source_segments_BS=batch.source_segments_BS,
             target_segments_BT=batch.target_segments_BT,
             cut_BS=cut_BS,

@@ -20,7 +20,7 @@ from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.decoding.length_penalty import length_penalty
 from transformer_jax.errors import UserError
-from transformer_jax.model.gpu import on_one_device
+from transformer_jax.model.gpu import single_device_mesh
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -220,7 +220,7 @@ class Scorer:
             "Compiling the scoring function for %d pairs of up to %d tokens.", *source_BS.shape
         )
         model = nnx.merge(self._graph, parameters)
-        with on_one_device():
+        with single_device_mesh():
             hidden = model.hidden(source_BS, target_BT)
         return _label_log_probs(model, hidden, target_BT)
 
