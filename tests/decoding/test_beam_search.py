@@ -94,7 +94,7 @@ def test_equals_the_reference_search(beam_size, alpha):
 
 
 @partial(jax.jit, static_argnames=("beam_size", "length_penalty", "patience"))
-def _search_wanted(logits_BLVV, limit_B, wanted_B, *, beam_size, length_penalty, patience):
+def _search_wanted(logits_BLVV, limit_B, num_hypotheses_B, *, beam_size, length_penalty, patience):
     """The result, and the number of steps of each sentence."""
     batch, length = logits_BLVV.shape[:2]
 
@@ -116,7 +116,7 @@ def _search_wanted(logits_BLVV, limit_B, wanted_B, *, beam_size, length_penalty,
         max_length=length,
         prefix_BP=jnp.zeros((batch, 0), jnp.int32),
         seed_B=jnp.arange(batch),
-        wanted_B=wanted_B,
+        num_hypotheses_B=num_hypotheses_B,
     )
     carry = state, jnp.zeros((batch, beam_size), jnp.int32), jnp.zeros(batch, jnp.int32)
     state, _, steps_B = jax.lax.while_loop(lambda c: ~c[0].done_B.all(), advance, carry)
@@ -136,7 +136,7 @@ def _search_wanted(logits_BLVV, limit_B, wanted_B, *, beam_size, length_penalty,
     ],
 )
 def test_patience_equals_the_reference_search(beam_size, alpha, patience):
-    """The ``wanted_B`` best hypotheses equal those of a search that only counts. The exact rule can
+    """The ``num_hypotheses_B`` best equal those of a search that only counts. The exact rule can
     end our search earlier, so patience never adds a step.
     """
     logits, limits = random_logits(beam_size), np.arange(100) % 10
@@ -291,20 +291,22 @@ def _log_chances(chances: dict[tuple[int, int], float]) -> np.ndarray:
     return log_probs_VV
 
 
-@partial(jax.jit, static_argnames="free_prefix")
-def _search_with_prefixes(log_probs_VV, limit_B, prefix_BP, free_prefix=0):
-    method = BeamSearch(**IDS, beam_size=2, free_prefix=free_prefix)
+@partial(jax.jit, static_argnames="unscored_prefix_length")
+def _search_with_prefixes(log_probs_VV, limit_B, prefix_BP, unscored_prefix_length=0):
+    method = BeamSearch(**IDS, beam_size=2, unscored_prefix_length=unscored_prefix_length)
     step = lambda tokens_BW, cache: (log_probs_VV[tokens_BW], cache)  # noqa: E731
     return search(method, step, (), limit_B=limit_B, max_length=6, prefix_BP=prefix_BP)
 
 
-@pytest.mark.parametrize(("free_prefix", "free"), [(0, 1.0), (1, 0.1), (2, 0.02), (3, 0.02)])
-def test_a_free_prefix_has_log_probability_0(free_prefix, free):
+@pytest.mark.parametrize(
+    ("unscored_prefix_length", "free"), [(0, 1.0), (1, 0.1), (2, 0.02), (3, 0.02)]
+)
+def test_an_unscored_prefix_has_log_probability_0(unscored_prefix_length, free):
     """Tokens after a shorter prefix count. Impossible tokens stay impossible."""
     chances = {(BOS, 3): 0.1, (BOS, 4): 0.9, (3, 4): 0.2, (3, EOS): 0.8, (4, EOS): 1.0}
     log_probs_VV, prefixes = _log_chances(chances), np.array([[3, 4], [3, -1], [-1, -1], [4, 4]])
     *found, impossible = chains.hypotheses(
-        _search_with_prefixes(log_probs_VV, np.full(4, 6), prefixes, free_prefix)
+        _search_with_prefixes(log_probs_VV, np.full(4, 6), prefixes, unscored_prefix_length)
     )
     assert impossible == []
     best = [its[0] for its in found]

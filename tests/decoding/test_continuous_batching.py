@@ -15,7 +15,7 @@ from flax import struct
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import Rows, admit_and_decode, moved
+from transformer_jax.decoding.continuous_batching import Rows, admit_and_decode, select_rows
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import results, search
 
@@ -264,6 +264,6 @@ def test_few_slots_are_wasted():
 def test_moved_rows_hold_the_same_sentences_and_are_idle_otherwise():
     rows = new_rows(BEAM, 3)
     state = rows.state._replace(seed_B=np.uint32([7, 8, 9]), done_B=np.array([False, True, False]))
-    found = moved(rows._replace(state=state), np.array([2, 0, -1, -1]))
+    found = select_rows(rows._replace(state=state), np.array([2, 0, -1, -1]))
     assert found.state.seed_B[:2].tolist() == [9, 7]
     assert found.state.done_B.tolist() == [False, False, True, True]

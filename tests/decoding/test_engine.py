@@ -112,7 +112,9 @@ def of_all_lengths():
     config = dataclasses.replace(CONFIG, batch_size=9, max_source_length=80, min_length=2)
     engine = as_users_compile(Engine(make_model(0), config))
     sentences = [
-        Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist(), wanted=2)
+        Sentence(
+            np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist(), num_hypotheses=2
+        )
         for i in range(40)
     ]
     return config, sentences, engine, engine.search(sentences)
@@ -188,7 +190,7 @@ def test_an_ensemble_averages_probabilities():
 
 def test_samples_depend_only_on_the_sentence_and_its_seed():
     engine = Engine(make_model(0), SAMPLE)
-    equals = [Sentence([5, 6, 7, 8, 9], seed=seed, wanted=2) for seed in range(8)]
+    equals = [Sentence([5, 6, 7, 8, 9], seed=seed, num_hypotheses=2) for seed in range(8)]
     together = engine.search(equals)
     assert len({str(its) for its in tokens(together)}) == 8
     mixed = [*SENTENCES[:5], *equals[::-1]]
@@ -229,11 +231,15 @@ def test_nan_logits_are_reported(config, value, with_vnni, caplog):
 @METHODS
 def test_fewer_hypotheses_are_the_first_of_more(config):
     engine = Engine(make_model(0), config)
-    every = engine.search([sentence._replace(wanted=config.beam_size) for sentence in SENTENCES])
+    every = engine.search(
+        [sentence._replace(num_hypotheses=config.beam_size) for sentence in SENTENCES]
+    )
     assert {len(its) for its in every} == {config.beam_size}
-    for wanted in (1, 2):
-        some = engine.search([sentence._replace(wanted=wanted) for sentence in SENTENCES])
-        assert some == [its[:wanted] for its in every]
+    for num_hypotheses in (1, 2):
+        some = engine.search(
+            [sentence._replace(num_hypotheses=num_hypotheses) for sentence in SENTENCES]
+        )
+        assert some == [its[:num_hypotheses] for its in every]
 
 
 @pytest.mark.devices(3)
@@ -261,7 +267,7 @@ def test_cpu_devices_share_the_memory_of_the_weights(program, monkeypatch):
     model, devices = make_model(0), jax.devices()[:3]
     if program == "engine":
         engine = Engine(model, CONFIG, device=devices[0])
-        engines = [engine, *map(engine.on, devices[1:])]
+        engines = [engine, *map(engine.copy_to, devices[1:])]
         held = [(each.parameters, each._weights) for each in engines]
     else:
         monkeypatch.setattr(scoring, "check_vocabulary", lambda *_: None)

@@ -14,12 +14,12 @@ from reference_search import Rules, chain, every_hypothesis
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.lexical_constraints import SIZES, term_table
+from transformer_jax.decoding.lexical_constraints import TABLE_SIZES, term_table
 from transformer_jax.decoding.search import NOT_FORCED, gather_beams, results, take_step
 from transformer_jax.errors import UserError
 
 Terms = list[list[list[int]]]
-EMPTY = np.full(SIZES[1], -1, np.int32)
+EMPTY = np.full(TABLE_SIZES[1], -1, np.int32)
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -64,7 +64,7 @@ def found_in(
 
 def padded(table_KAM: np.ndarray) -> np.ndarray:
     """Pad a table to the size for up to four terms."""
-    if table_KAM.shape == SIZES[1]:
+    if table_KAM.shape == TABLE_SIZES[1]:
         return table_KAM
     table = EMPTY.copy()
     table[: len(table_KAM)] = table_KAM  # repeats the only alternative
@@ -163,12 +163,12 @@ def test_an_impossible_term_does_not_prevent_a_result():
 
 
 def test_tables():
-    assert term_table([[[5]]]).shape == SIZES[0]
+    assert term_table([[[5]]]).shape == TABLE_SIZES[0]
     table = term_table([[[5, 6], [7]], [[8]]])
-    assert table.shape == SIZES[1]
+    assert table.shape == TABLE_SIZES[1]
     assert table[0, :, :3].tolist() == [[5, 6, -1], [7, -1, -1]]
     assert table[1, :, 0].tolist() == [8, 8] and (table[2:] == -1).all()
-    assert term_table([[[9] * 32]] * 64).shape == SIZES[-1]
+    assert term_table([[[9] * 32]] * 64).shape == TABLE_SIZES[-1]
     for terms in ([[[9]]] * 65, [[[9]] * 5], [[[9] * 33]]):
         with pytest.raises(UserError, match=r"at most 64 terms in a sentence, 4 alternatives and"):
             term_table(terms)

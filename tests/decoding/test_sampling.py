@@ -158,10 +158,10 @@ def test_log_probabilities_are_the_models_at_temperature_1():
             assert score == pytest.approx(forced / ((5 + len(tokens)) / 6) ** 0.6, abs=1e-4)
 
 
-def test_a_free_prefix_has_log_probability_0():
+def test_an_unscored_prefix_has_log_probability_0():
     """The samples do not change."""
     prefixes = ((4, 5), (3, -1))
-    counted, free = (draw(20, prefixes=prefixes, free_prefix=count) for count in (0, 1))
+    counted, free = (draw(20, prefixes=prefixes, unscored_prefix_length=count) for count in (0, 1))
     for sentence, (all_counted, all_free) in enumerate(zip(counted, free, strict=True)):
         first = prefixes[sentence][0]
         log_prob_of = {tokens: log_prob for tokens, _, log_prob in all_counted}

@@ -107,22 +107,22 @@ def test_results_equal_the_engines(num_models, settings):
     scheduler = compiled_scheduler(engine)
     functions = engine._compiled.encode, engine._compiled.admit_and_decode
     num_compiled = [function._cache_size() for function in functions]
-    wanted = [
+    num_hypotheses = [
         [
-            sentence._replace(wanted=1 + (i + seed) % config.beam_size)
+            sentence._replace(num_hypotheses=1 + (i + seed) % config.beam_size)
             for i, sentence in enumerate(SENTENCES)
         ]
         for seed in range(2)
     ]
     results = [
         search_as_they_arrive(scheduler, sentences, seed=seed)
-        for seed, sentences in enumerate(wanted)
+        for seed, sentences in enumerate(num_hypotheses)
     ]
     assert [function._cache_size() for function in functions] == num_compiled
-    in_a_file = engine.search([x._replace(wanted=config.beam_size) for x in SENTENCES])
-    for sentences, result in zip(wanted, results, strict=True):
+    in_a_file = engine.search([x._replace(num_hypotheses=config.beam_size) for x in SENTENCES])
+    for sentences, result in zip(num_hypotheses, results, strict=True):
         for sentence, hypotheses, expected in zip(sentences, result, in_a_file, strict=True):
-            expected = expected[: sentence.wanted]
+            expected = expected[: sentence.num_hypotheses]
             assert [x.tokens for x in hypotheses] == [x.tokens for x in expected]
             for x, y in zip(hypotheses, expected, strict=True):
                 assert x.score == pytest.approx(y.score, abs=1e-5)

@@ -62,7 +62,7 @@ def test_threads_share_the_sentences() -> None:
     assert all(batches)
     assert [each.batches[0].num_compiled for each in workers.schedulers] == [1, 1]  # type: ignore[attr-defined]
     workers.close()
-    assert not workers.num_waiting and not workers.num_busy
+    assert not workers.num_waiting and not workers.num_running
     with pytest.raises(SearchFailed, match="was closed"):
         workers.submit(SENTENCES[0]).result(0)
 

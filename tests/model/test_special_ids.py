@@ -66,8 +66,10 @@ def test_a_permutation_of_the_vocabulary_permutes_results() -> None:
     assert losses[0].tokens == losses[1].tokens == 7
 
     decoding = DecodingConfig(beam_size=2, max_extra_length=4, batch_size=4)
-    [old] = Engine(model, decoding).search([Sentence([5, 6, 7], wanted=2)])
-    [new] = Engine(other, decoding).search([Sentence(NEW_OF_OLD[[5, 6, 7]].tolist(), wanted=2)])
+    [old] = Engine(model, decoding).search([Sentence([5, 6, 7], num_hypotheses=2)])
+    [new] = Engine(other, decoding).search(
+        [Sentence(NEW_OF_OLD[[5, 6, 7]].tolist(), num_hypotheses=2)]
+    )
     assert [NEW_OF_OLD[each.tokens].tolist() for each in old] == [each.tokens for each in new]
     np.testing.assert_allclose([x.score for x in old], [x.score for x in new], rtol=1e-5)
 

@@ -383,7 +383,7 @@ def test_ids_of_transformers_go_straight_into_the_search(
         bad_words_ids=[[model.config.pad_id]],
     )
     decoding = DecodingConfig(beam_size=1, max_length=12, max_source_length=32, batch_size=8)
-    engine = Engine(model, decoding, free_prefix=tokenizer.num_free)
+    engine = Engine(model, decoding, unscored_prefix_length=tokenizer.num_free)
     found = engine.search([Sentence(source, forced) for source in sources])
     for row, [best] in zip(out[:, 1:].tolist(), found):
         eos = model.config.eos_id

@@ -92,7 +92,7 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
     """Compare each line with the pure-Python search."""
     config, model = engine.config, engine.model
     start = time.perf_counter()
-    found = engine.search([each._replace(wanted=config.beam_size) for each in sentences])
+    found = engine.search([each._replace(num_hypotheses=config.beam_size) for each in sentences])
     print(f"search: {time.perf_counter() - start:.0f} s")
     graph, parameters = nnx.split(model)
 

@@ -35,7 +35,7 @@ class BeamSearch(SearchMethod, BeamSettings):
     token, then to the lower token id. A ``beam_size`` of 1 is greedy search: it takes the most
     likely token until EOS.
 
-    A sentence is done when no live hypothesis can still rank among its ``wanted_B`` best.
+    A sentence is done when no live hypothesis can still rank among its ``num_hypotheses_B`` best.
     Log-probabilities never increase and the length penalty never decreases, so the best live
     log-probability divided by the length penalty at the maximum length is an upper bound.
 
@@ -46,47 +46,47 @@ class BeamSearch(SearchMethod, BeamSettings):
     meets all terms, the result has those whose unmet terms have the fewest tokens.
 
     With ``patience`` (Kasai et al., 2022, "A Call for Clarity in Beam Search"), a sentence is also
-    done once beam size x patience hypotheses (rounded), and at least ``wanted_B``, have finished,
-    however poor they are. It saves steps but can miss the best hypotheses.
+    done once beam size x patience hypotheses (rounded), and at least ``num_hypotheses_B``, have
+    finished, however poor they are. It saves steps but can miss the best hypotheses.
     """
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:
         """Add one token to every live hypothesis. Returns the state and each beam's parent."""
         W = self.beam_size
         parents_BC, tokens_BC, token_log_probs_BC = self._candidates(state, scores)
-        parents = gather_beams(state.live, parents_BC)
-        candidates = extend(parents, state.position_B, tokens_BC, token_log_probs_BC)
+        parent_beams = gather_beams(state.live, parents_BC)
+        candidates = extend(parent_beams, state.position_B, tokens_BC, token_log_probs_BC)
         ends_BC = tokens_BC == self.eos_id
 
         # EOS finishes a hypothesis only if it ranks among the first W. A beam of 1 is then greedy.
-        first = jax.tree.map(lambda x: x[:, :W], candidates)
-        scores_BW = first.log_probs_BW / self.penalty(state.position_B + 1)[:, None]
+        top_candidates = jax.tree.map(lambda x: x[:, :W], candidates)
+        scores_BW = top_candidates.log_probs_BW / self.penalty(state.position_B + 1)[:, None]
         ends_BW = ends_BC[:, :W]
         if state.terms_BKAM is not None:
             progress = lexical_constraints.advance(candidates.progress, state.terms_BKAM, tokens_BC)
             num_needed_BC = lexical_constraints.num_needed(progress, state.terms_BKAM)
             has_ended_B1 = state.finished.scores_BN[:, :1] > IMPOSSIBLE / 2
             ends_BW &= num_needed_BC[:, :W] <= jnp.where(has_ended_B1, 0, num_needed_BC[:, :1])
-            is_kept_BC = jnp.cumsum(~ends_BC, axis=1) <= W
-            log_probs_BC = jnp.where(is_kept_BC, candidates.log_probs_BW, IMPOSSIBLE)
+            is_candidate_BC = jnp.cumsum(~ends_BC, axis=1) <= W
+            log_probs_BC = jnp.where(is_candidate_BC, candidates.log_probs_BW, IMPOSSIBLE)
             candidates = candidates._replace(progress=progress, log_probs_BW=log_probs_BC)
-        finished = finish(state, first, ends_BW, scores_BW)
+        finished = finish(state, top_candidates, ends_BW, scores_BW)
 
         log_probs_BC = jnp.where(ends_BC, IMPOSSIBLE, candidates.log_probs_BW)
         log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
         live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
         bound_B = log_probs_BW[:, 0] / self.penalty(state.limit_B)
-        last_B1 = state.wanted_B[:, None] - 1
+        last_B1 = state.num_hypotheses_B[:, None] - 1
         worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
         done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
             done_B |= ends_BC[:, 0]
         if self.patience is not None:
-            has_ended_BW = ends_BW & (first.log_probs_BW > IMPOSSIBLE / 2)
+            has_ended_BW = ends_BW & (top_candidates.log_probs_BW > IMPOSSIBLE / 2)
             num_ended_B = state.num_ended_B + has_ended_BW.sum(axis=1)
             state = state._replace(num_ended_B=num_ended_B)
-            enough_B = jnp.maximum(W * jnp.float32(self.patience), state.wanted_B)
-            done_B |= enough_B - num_ended_B < 0.5  # rounds halves up, as CTranslate2 does
+            num_to_finish_B = jnp.maximum(W * jnp.float32(self.patience), state.num_hypotheses_B)
+            done_B |= num_to_finish_B - num_ended_B < 0.5  # rounds halves up, as CTranslate2 does
         live = live._replace(log_probs_BW=log_probs_BW)
         return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 
@@ -100,41 +100,41 @@ class BeamSearch(SearchMethod, BeamSettings):
         logits_RV, normalizer_R1, forced_R = scores
         B, W = state.live.log_probs_BW.shape
         K = min(2 * W, logits_RV.shape[1])
-        values_RK, tokens_RK = top_k(logits_RV, K)
+        logits_RK, tokens_RK = top_k(logits_RV, K)
         terms_BKAM = state.terms_BKAM
         if terms_BKAM is not None:
-            values_RK, tokens_RK = lexical_constraints.add_needed_tokens(
+            logits_RK, tokens_RK = lexical_constraints.add_needed_tokens(
                 state.live.progress, terms_BKAM, tokens_RK, logits_RV, self.eos_id
             )
             K = tokens_RK.shape[1]
         # A forced token is the only continuation, regardless of the constraints.
         forced_R1 = forced_R[:, None]
         first_1K = (jnp.arange(K) == 0)[None]
-        forced_value_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
-        forced_values_RK = jnp.where(first_1K, forced_value_R1, IMPOSSIBLE)
-        values_RK = jnp.where(forced_R1 < 0, values_RK, forced_values_RK)
+        forced_logit_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
+        forced_logits_RK = jnp.where(first_1K, forced_logit_R1, IMPOSSIBLE)
+        logits_RK = jnp.where(forced_R1 < 0, logits_RK, forced_logits_RK)
         tokens_RK = jnp.where(forced_R1 < 0, tokens_RK, forced_R1)
         # Impossible tokens stay impossible even if the normalizer is just as low.
         token_log_probs_RK = jnp.where(
-            values_RK > IMPOSSIBLE / 2, values_RK - normalizer_R1, IMPOSSIBLE
+            logits_RK > IMPOSSIBLE / 2, logits_RK - normalizer_R1, IMPOSSIBLE
         )
         log_probs_BWK = state.live.log_probs_BW[:, :, None] + token_log_probs_RK.reshape(B, W, K)
         log_probs_BX = jnp.maximum(log_probs_BWK, IMPOSSIBLE).reshape(B, W * K)
         if terms_BKAM is None:
-            _, places_BC = jax.lax.top_k(log_probs_BX, 2 * W)
+            _, indices_BC = jax.lax.top_k(log_probs_BX, 2 * W)
         else:
             tokens_BX = tokens_RK.reshape(B, W * K)
             progress = jax.tree.map(lambda x: jnp.repeat(x, K, axis=1), state.live.progress)
             progress = lexical_constraints.advance(progress, terms_BKAM, tokens_BX)
-            places_BC = lexical_constraints.allocate_beam(
+            indices_BC = lexical_constraints.allocate_beam(
                 lexical_constraints.num_needed(progress, terms_BKAM),
                 log_probs_BX,
                 ends_BX=tokens_BX == self.eos_id,
-                num_left_B=state.limit_B - state.position_B - 2,
+                num_remaining_B=state.limit_B - state.position_B - 2,
                 beam_size=W,
             )
         tokens_BC, token_log_probs_BC = (
-            jnp.take_along_axis(x.reshape(B, W * K), places_BC, axis=1)
+            jnp.take_along_axis(x.reshape(B, W * K), indices_BC, axis=1)
             for x in (tokens_RK, token_log_probs_RK)
         )
-        return places_BC // K, tokens_BC, token_log_probs_BC
+        return indices_BC // K, tokens_BC, token_log_probs_BC

@@ -74,11 +74,11 @@ class ModelSearch(NamedTuple):
             max_length=max_length,
             source_capacity=bucket.lengths[-1],
         )
-        return Rows(self.method.start(**padded.start), cache)
+        return Rows(self.method.start(**padded.start_arguments), cache)
 
     def idle_rows(self, weights: Any, padded: PaddedBatch, bucket: Bucket) -> Rows:
         """Create idle rows with the shapes of ``padded``, which has one row."""
-        longest = padded.start["prefix_BP"].shape[1]
+        longest = padded.start_arguments["prefix_BP"].shape[1]
         encode = partial(self.encode, bucket=bucket, max_length=longest)
         zeros = jax.tree.map(
             lambda x: jnp.zeros((bucket.rows, *x.shape[1:]), x.dtype),

@@ -78,8 +78,8 @@ def admit_and_decode(
     Q = len(encoded.state.done_B)
     min_idle = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
 
-    def step(stepped: tuple[Rows, Array]) -> tuple[Rows, Array]:
-        (state, cache), num_steps = stepped
+    def step(carry: tuple[Rows, Array]) -> tuple[Rows, Array]:
+        (state, cache), num_steps = carry
         state, cache = take_step(method, step_fn, state, cache, reorder=type(cache).reorder)
         return Rows(state, cache), num_steps + 1
 
@@ -87,15 +87,15 @@ def admit_and_decode(
         num_waiting = num_encoded - loop.num_admitted
         num_idle_before = loop.rows.state.done_B.sum()
 
-        def continues(stepped: tuple[Rows, Array]) -> Array:
-            rows, num_steps = stepped
+        def should_continue(carry: tuple[Rows, Array]) -> Array:
+            rows, num_steps = carry
             num_idle = rows.state.done_B.sum()
             needs_rows = num_idle < jnp.minimum(min_idle, num_waiting)
             has_steps = num_steps - loop.num_steps < max_steps
             has_steps &= num_idle - num_idle_before < stop_after
             return (num_idle < B) & jnp.where(num_waiting > 0, needs_rows, has_steps)
 
-        rows, num_steps = jax.lax.while_loop(continues, step, (loop.rows, loop.num_steps))
+        rows, num_steps = jax.lax.while_loop(should_continue, step, (loop.rows, loop.num_steps))
         loop = loop._replace(rows=rows, num_steps=num_steps, has_decoded=num_waiting == 0)
         return _refill(loop, encoded, num_encoded)
 
@@ -109,8 +109,8 @@ def admit_and_decode(
     loop = jax.lax.while_loop(
         lambda loop: (loop.num_admitted < num_encoded) | ~loop.has_decoded, decode_and_refill, loop
     )
-    before = results(loop.admitted.results, method.pad_id)
-    return loop.rows, Admitted(loop.admitted.row_Q, before), loop.num_steps
+    previous_results = results(loop.admitted.results, method.pad_id)
+    return loop.rows, Admitted(loop.admitted.row_Q, previous_results), loop.num_steps
 
 
 def _refill(loop: _RefillLoop, encoded: Rows, num_encoded: Array) -> _RefillLoop:
@@ -120,27 +120,32 @@ def _refill(loop: _RefillLoop, encoded: Rows, num_encoded: Array) -> _RefillLoop
     Q = len(encoded.state.done_B)
     R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))
     row_R = jnp.argsort(~state.done_B, stable=True)[:R].astype(jnp.int32)
-    next_R = loop.num_admitted + jnp.arange(R)
-    is_admitted_R = state.done_B[row_R] & (next_R < num_encoded)
-    new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], encoded)
-    before = jax.tree.map(lambda x: x[row_R], state.finished)
+    next_index_R = loop.num_admitted + jnp.arange(R)
+    is_admitted_R = state.done_B[row_R] & (next_index_R < num_encoded)
+    next_encoded = jax.tree.map(lambda x: x[jnp.minimum(next_index_R, Q - 1)], encoded)
+    previous_results = jax.tree.map(lambda x: x[row_R], state.finished)
     # B and Q are out of range, so these values are dropped.
-    into_R = jnp.where(is_admitted_R, row_R, B)
-    from_R = jnp.where(is_admitted_R, next_R, Q)
+    to_row_R = jnp.where(is_admitted_R, row_R, B)
+    to_index_R = jnp.where(is_admitted_R, next_index_R, Q)
     return loop._replace(
-        rows=Rows(_put(state, into_R, new.state), cache.replace_rows(into_R, new.cache)),
-        admitted=_put(loop.admitted, from_R, Admitted(row_R, before)),
+        rows=Rows(
+            _set_rows(state, to_row_R, next_encoded.state),
+            cache.replace_rows(to_row_R, next_encoded.cache),
+        ),
+        admitted=_set_rows(loop.admitted, to_index_R, Admitted(row_R, previous_results)),
         num_admitted=loop.num_admitted + is_admitted_R.sum(dtype=jnp.int32),
     )
 
 
-def _put(tree: Any, index_R: Array, values: Any) -> Any:
+def _set_rows(tree: Any, index_R: Array, values: Any) -> Any:
     """Set ``values`` at ``index_R`` in every leaf; out-of-range indices are dropped."""
-    return jax.tree.map(lambda x, new: x.at[index_R].set(new, mode="drop"), tree, values)
+    return jax.tree.map(
+        lambda x, next_encoded: x.at[index_R].set(next_encoded, mode="drop"), tree, values
+    )
 
 
 @jax.jit
-def moved(rows: Rows, from_R: Array) -> Rows:
-    """Return R rows: copies of rows ``from_R``, or idle rows where it is negative."""
-    state, cache = jax.tree.map(lambda x: x[jnp.maximum(from_R, 0)], rows)
-    return Rows(state._replace(done_B=state.done_B | (from_R < 0)), cache)
+def select_rows(rows: Rows, to_index_R: Array) -> Rows:
+    """Return R rows: copies of rows ``to_index_R``, or idle rows where it is negative."""
+    state, cache = jax.tree.map(lambda x: x[jnp.maximum(to_index_R, 0)], rows)
+    return Rows(state._replace(done_B=state.done_B | (to_index_R < 0)), cache)

@@ -28,7 +28,7 @@ def devices_for_rows(rows: int) -> list[jax.Device]:
     return devices[: max_cpu_devices if is_cpu else rows]
 
 
-def on_device(arrays: Any, device: jax.Device | None) -> Any:
+def put_on_device(arrays: Any, device: jax.Device | None) -> Any:
     """Put arrays on a device. CPU devices share the memory of JAX's arrays."""
     if device is not None and device.platform == "cpu":
         arrays = jax.tree.map(np.asarray, arrays)

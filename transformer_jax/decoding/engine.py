@@ -17,11 +17,11 @@ from flax import nnx
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.compiled_search import ModelSearch, compile_search, finished_results
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import Admitted, Rows, moved
-from transformer_jax.decoding.devices import on_device
+from transformer_jax.decoding.continuous_batching import Admitted, Rows, select_rows
+from transformer_jax.decoding.devices import put_on_device
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_buckets, pad_batch
-from transformer_jax.decoding.lexical_constraints import SIZES
+from transformer_jax.decoding.lexical_constraints import TABLE_SIZES
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task, run_until_idle
 from transformer_jax.decoding.search import Hypothesis, SearchMethod, SearchResult, Sentence
@@ -60,24 +60,24 @@ class Engine:
         config: DecodingConfig,
         *,
         suppress: tuple[int, ...] = (),
-        free_prefix: int = 0,
+        unscored_prefix_length: int = 0,
         device: jax.Device | None = None,
     ):
         """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
-        token ids of ``config.suppress``; ``free_prefix`` is that of ``BeamSearch``. Raises
-        ``UserError`` if ``config.weights`` is int8 without AVX-512 VNNI.
+        token ids of ``config.suppress``; ``unscored_prefix_length`` is that of ``BeamSearch``.
+        Raises ``UserError`` if ``config.weights`` is int8 without AVX-512 VNNI.
         """
         if config.weights == "int8":
             check_int8()
         self.config = config
-        self.method = _search_method(config, suppress, model.config, free_prefix)
+        self.method = _search_method(config, suppress, model.config, unscored_prefix_length)
         positions = model.config.position_limit
         self.longest_source = min(config.max_source_length, positions)
         self._longest_target = partial(config.longest_target, positions=positions)
         # XLA compiles a search with a single hypothesis to other operations, so the result would
         # depend on the number of rows.
-        self.fewest_rows = 2 if jax.default_backend() == "cpu" and self.method.beam_size == 1 else 1
-        self.buckets = make_buckets(self.longest_source, config.batch_size, self.fewest_rows)
+        self.min_rows = 2 if jax.default_backend() == "cpu" and self.method.beam_size == 1 else 1
+        self.buckets = make_buckets(self.longest_source, config.batch_size, self.min_rows)
         self._device = device
         self._graph, self.parameters = nnx.split(model, nnx.Param)
 
@@ -96,7 +96,7 @@ class Engine:
         if isinstance(parameters, nnx.State):
             parameters = nnx.to_pure_dict(parameters)
         # Transfer once, not in every search.
-        self._parameters = on_device(parameters, self._device)
+        self._parameters = put_on_device(parameters, self._device)
         self._weights = {}
         if parameters:
             graph, weights = nnx.split(
@@ -106,14 +106,16 @@ class Engine:
             self._search = ModelSearch(graph, self.method)
             self._compiled = compile_search(self._search)
 
-    def on(self, device: jax.Device) -> Self:
+    def copy_to(self, device: jax.Device) -> Self:
         """Copy the engine to another device, with its current parameters. Engines on CPU devices
         share the memory of the parameters.
         """
         other = copy(self)
         other._device = device
         if device.platform == "cpu":
-            other._parameters, other._weights = on_device((self._parameters, self._weights), device)
+            other._parameters, other._weights = put_on_device(
+                (self._parameters, self._weights), device
+            )
         else:
             other.parameters = self.parameters
         return other
@@ -124,8 +126,8 @@ class Engine:
         return nnx.merge(self._graph, self.parameters)
 
     def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
-        """Find up to ``wanted`` hypotheses for each sentence, best first. A list is empty if the
-        search finds no hypothesis (with a warning if the model's logits were NaN). Raises
+        """Find up to ``num_hypotheses`` of each sentence, best first. A list is empty if the search
+        finds no hypothesis (with a warning if the model's logits were NaN). Raises
         ``UserError`` if a source is too long.
         """
         return search_together([self], sentences)
@@ -156,7 +158,7 @@ class Engine:
 
     def buckets_with_terms(self, max_terms: int) -> list[Bucket]:
         """Return the buckets for sentences with up to ``max_terms`` terms, or without terms."""
-        sizes = [(), *(size for size in SIZES if size[0] <= max_terms)]
+        sizes = [(), *(size for size in TABLE_SIZES if size[0] <= max_terms)]
         return [bucket._replace(terms=size) for size in sizes for bucket in self.buckets]
 
     def encode(self, bucket: Bucket, sentences: Sequence[Sentence]) -> Rows:
@@ -192,20 +194,20 @@ class EngineBatch(RunningBatch):
         """
         self.bucket = bucket
         self._engine = engine
-        counts = {bucket.rows}
+        row_counts = {bucket.rows}
         if is_resizable:
             # On a CPU a step's time is proportional to the number of rows; elsewhere it hardly
             # grows.
             factor = 2 if jax.default_backend() == "cpu" else 8
-            counts |= {max(engine.fewest_rows, bucket.rows // factor**i) for i in range(8)}
-        self._counts = sorted(counts)
-        self.num_rows = self._counts[0]
+            row_counts |= {max(engine.min_rows, bucket.rows // factor**i) for i in range(8)}
+        self._row_counts = sorted(row_counts)
+        self.num_rows = self._row_counts[0]
         self._rows: Rows | None = None  # created when needed
         # The task in each row.
         self._tasks: list[Task | None] = [None] * self.num_rows
         # Results of calls of ``decode`` that the device may still be computing.
         self._unread: list[tuple[Sequence[Task], Admitted, Any]] = []
-        self._no_sentences: dict[Bucket, Rows] = {}
+        self._empty_encoded: dict[Bucket, Rows] = {}
 
     @property
     def running(self) -> list[Task]:
@@ -224,32 +226,32 @@ class EngineBatch(RunningBatch):
     def compile(self) -> None:
         """Compile the functions for each number of rows and each padded length."""
         with ThreadPoolExecutor() as pool:
-            list(pool.map(self._compile, self._counts))
+            list(pool.map(self._compile, self._row_counts))
 
     def _compile(self, count: int) -> None:
         engine = self._engine
         bucket = self.bucket._replace(rows=count)
         rows = engine.new_rows(bucket)
-        self._no_sentences[bucket] = engine.encode(bucket, [])
+        self._empty_encoded[bucket] = engine.encode(bucket, [])
         for length in bucket.lengths:
             encoded = engine.encode(bucket, [Sentence([0] * (length - 1))])
             rows, _ = engine.admit_and_decode(rows, encoded, 1, max_steps=1, stop_after=1)
         finished_results(rows)
-        for other in self._counts:
-            moved(rows, np.zeros(other, np.int32))
+        for num_rows in self._row_counts:
+            select_rows(rows, np.zeros(num_rows, np.int32))
 
     def resize(self, count: int) -> None:
         """Move the running sentences to the smallest number of rows that holds ``count`` sentences,
         or to the largest.
         """
-        num_rows = next((rows for rows in self._counts if rows >= count), self._counts[-1])
+        num_rows = next((rows for rows in self._row_counts if rows >= count), self._row_counts[-1])
         if num_rows == self.num_rows:
             return
         from_R = np.full(num_rows, -1, np.int32)
         running = [row for row, task in enumerate(self._tasks) if task]
         from_R[: len(running)] = running
         if self._rows is not None:
-            self._rows = moved(self._rows, from_R)
+            self._rows = select_rows(self._rows, from_R)
         self._tasks = [self._tasks[row] if row >= 0 else None for row in from_R]
         self.num_rows = num_rows
 
@@ -258,10 +260,10 @@ class EngineBatch(RunningBatch):
         bucket = self._resized_bucket
         if self._rows is None:
             self._rows = self._engine.new_rows(bucket)
-        if admitted or bucket not in self._no_sentences:
+        if admitted or bucket not in self._empty_encoded:
             encoded = self._engine.encode(bucket, [task.sentence for task in admitted])
         else:
-            encoded = self._no_sentences[bucket]
+            encoded = self._empty_encoded[bucket]
         self._rows, rows_admitted = self._engine.admit_and_decode(
             self._rows, encoded, len(admitted), max_steps=max_steps, stop_after=stop_after
         )
@@ -292,8 +294,8 @@ class EngineBatch(RunningBatch):
         """Finish the tasks that were in ``rows``, in the order in which ``tasks`` took them."""
         if any(self._tasks[row] for row in rows) or len(set(rows)) < len(rows):
             results = jax.device_get(results)
-        for place, (row, task) in enumerate(zip(rows, tasks, strict=True)):
-            self._finish(row, results, place)
+        for index, (row, task) in enumerate(zip(rows, tasks, strict=True)):
+            self._finish(row, results, index)
             self._tasks[row] = task
 
     def _read_finished(self, done_B: Any, results: SearchResult) -> None:
@@ -304,18 +306,18 @@ class EngineBatch(RunningBatch):
         for row in done:
             self._finish(row, results, row)
 
-    def _finish(self, row: int, results: SearchResult, place: int) -> None:
-        """Finish the task in ``row``, if any. Its results are at index ``place``."""
+    def _finish(self, row: int, results: SearchResult, index: int) -> None:
+        """Finish the task in ``row``, if any. Its results are at index ``index``."""
         task = self._tasks[row]
         if task:
-            self.num_invalid += int(np.isnan(results.scores_BN[place, 0]))
-            task.finish(_hypotheses(results, place))
+            self.num_invalid += int(np.isnan(results.scores_BN[index, 0]))
+            task.finish(_hypotheses(results, index))
             self._tasks[row] = None
 
 
-def _hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
+def _hypotheses(results: SearchResult, index: int) -> list[Hypothesis]:
     """Return the hypotheses of one sentence, best first."""
-    slots = zip(*(x[place].tolist() for x in results), strict=True)
+    slots = zip(*(x[index].tolist() for x in results), strict=True)
     return [
         Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
         for tokens, score, log_prob, length, token_log_probs in slots
@@ -340,8 +342,8 @@ def search_together(
         for engine in engines
     ]
     futures: dict[int, Future[list[Hypothesis]]] = {}
-    for place, (index, bucket) in enumerate(zip(longest_first, buckets, strict=True)):
-        scheduler = schedulers[place % len(schedulers)]
+    for rank, (index, bucket) in enumerate(zip(longest_first, buckets, strict=True)):
+        scheduler = schedulers[rank % len(schedulers)]
         futures[index] = scheduler.submit(sentences[index], bucket)
     run_until_idle(schedulers)
     num_invalid = sum(batch.num_invalid for x in schedulers for batch in x.batches)
@@ -357,22 +359,25 @@ def search_together(
 
 
 def _search_method(
-    config: DecodingConfig, suppress: tuple[int, ...], model: ModelConfig, free_prefix: int
+    config: DecodingConfig,
+    suppress: tuple[int, ...],
+    model: ModelConfig,
+    unscored_prefix_length: int,
 ) -> SearchMethod:
     """Create the search method of ``config``, for a model's token ids."""
-    rules = _part(config, ConstraintSettings)
-    shared: dict[str, Any] = {
+    constraint_settings = _fields_of_base(config, ConstraintSettings)
+    common_settings: dict[str, Any] = {
         "bos_id": model.decoder_start_id,
         "eos_id": model.eos_id,
         "pad_id": model.pad_id,
-        "constraints": Constraints(suppress=suppress, **rules),
-        "free_prefix": free_prefix,
+        "constraints": Constraints(suppress=suppress, **constraint_settings),
+        "unscored_prefix_length": unscored_prefix_length,
     }
     if config.method == "beam":
-        return BeamSearch(**shared, **_part(config, BeamSettings))
-    return Sampling(**shared, **_part(config, SamplingSettings))
+        return BeamSearch(**common_settings, **_fields_of_base(config, BeamSettings))
+    return Sampling(**common_settings, **_fields_of_base(config, SamplingSettings))
 
 
-def _part(config: DecodingConfig, part: Any) -> dict[str, Any]:
+def _fields_of_base(config: DecodingConfig, base_class: Any) -> dict[str, Any]:
     """Return the fields that ``config`` has from one of its base classes."""
-    return {field.name: getattr(config, field.name) for field in fields(part)}
+    return {field.name: getattr(config, field.name) for field in fields(base_class)}

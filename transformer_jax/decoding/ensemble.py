@@ -69,17 +69,19 @@ class Ensemble(nnx.Module):
         self, memories: tuple[Array, ...], source_mask_BS: Array, **sizes: int
     ) -> DecoderCache:
         """Create a cache with the layers of all models. See ``Transformer.start_cache``."""
-        cross: list[Any] = []
+        cross_keys_values: list[Any] = []
         for model, memory_BSD in zip(self.models, memories, strict=True):
-            cross += model.cross_keys_values(memory_BSD)
-        return empty_cache(cross, source_mask_BS, **sizes)
+            cross_keys_values += model.cross_keys_values(memory_BSD)
+        return empty_cache(cross_keys_values, source_mask_BS, **sizes)
 
     def decode_step(self, tokens_BW: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
         """Return logits of the mean probabilities, float32 [B, W, V], and the new cache."""
         layers = cache.layers()
-        rest = iter(layers)
+        remaining_layers = iter(layers)
         logits = [
-            model.next_logits(tokens_BW, list(islice(rest, model.config.decoder_layers)))
+            model.next_logits(
+                tokens_BW, list(islice(remaining_layers, model.config.decoder_layers))
+            )
             for model in self.models
         ]
         return _logits_of_mean(logits), cache.append(layers)

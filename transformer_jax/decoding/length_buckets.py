@@ -31,28 +31,30 @@ class Bucket(NamedTuple):
         waiting sentences have the same padded length. On TPUs it is not, because XLA changes the
         layout of the KV cache before and after each search.
         """
-        share = {"tpu": 1, "cpu": 2}.get(jax.default_backend(), 4)
-        return max(1, self.rows // share)
+        divisor = {"tpu": 1, "cpu": 2}.get(jax.default_backend(), 4)
+        return max(1, self.rows // divisor)
 
-    def length_of(self, sentence: Sentence) -> int:
+    def padded_source_length(self, sentence: Sentence) -> int:
         """Return a sentence's padded source length, which depends only on its own length."""
         return self.lengths[bisect_left(self.lengths, len(sentence.tokens) + 1)]
 
 
-def make_buckets(longest: int, batch_size: int, fewest: int = 1) -> tuple[Bucket, ...]:
+def make_buckets(longest: int, batch_size: int, min_rows: int = 1) -> tuple[Bucket, ...]:
     """Make buckets for source lengths up to 128, 512, 2,048, ..., ``longest``. The first bucket has
     ``batch_size`` rows, and each later bucket has a quarter as many rows as the previous bucket,
-    but at least ``fewest``.
+    but at least ``min_rows``.
 
     Padded lengths are 16, 24, 32, 48, 64, ... On accelerators they are 32, 64, 128, ..., because
     padding costs less there than compiling the encoder for more lengths.
     """
 
-    widths = _widths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
-    lengths = [*takewhile(lambda width: width < longest, widths), longest]
+    padded_lengths = (
+        _padded_lengths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
+    )
+    lengths = [*takewhile(lambda length: length < longest, padded_lengths), longest]
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
     return tuple(
-        Bucket(tuple(group), max(fewest, batch_size // 4**power)) for power, group in groups
+        Bucket(tuple(group), max(min_rows, batch_size // 4**power)) for power, group in groups
     )
 
 
@@ -60,7 +62,7 @@ class PaddedBatch(NamedTuple):
     """Sentences as arrays; B is the number of rows in their bucket."""
 
     source_BS: Any
-    start: dict[str, Any]
+    start_arguments: dict[str, Any]
     """Arguments of ``SearchMethod.start``."""
 
 
@@ -74,11 +76,11 @@ def pad_batch(
     maps a source length to the maximum target length. ``method`` has the ids of PAD and EOS.
     """
     B = bucket.rows
-    S = max(map(bucket.length_of, sentences), default=bucket.lengths[0])
+    S = max(map(bucket.padded_source_length, sentences), default=bucket.lengths[0])
     P = longest_target(bucket.lengths[-1])
     source_BS = np.full((B, S), method.pad_id, np.int32)
     limit_B = np.zeros(B, np.int32)
-    wanted_B = np.zeros(B, np.int32)
+    num_hypotheses_B = np.zeros(B, np.int32)
     prefix_BP = np.full((B, P), NOT_FORCED, np.int32)
     seed_B = np.zeros(B, np.uint32)
     terms_BKAM = np.full((B, *bucket.terms), -1, np.int32)
@@ -88,25 +90,30 @@ def pad_batch(
             source.append(method.eos_id)
         source_BS[row, : len(source)] = source
         limit_B[row] = longest_target(len(source))
-        wanted_B[row] = sentence.wanted
+        num_hypotheses_B[row] = sentence.num_hypotheses
         prefix_BP[row, : len(sentence.prefix)] = sentence.prefix[:P]
         seed_B[row] = sentence.seed
         if sentence.terms is not None:
             terms_BKAM[row] = sentence.terms
-    start = {"limit_B": limit_B, "prefix_BP": prefix_BP, "seed_B": seed_B, "wanted_B": wanted_B}
+    start_arguments = {
+        "limit_B": limit_B,
+        "prefix_BP": prefix_BP,
+        "seed_B": seed_B,
+        "num_hypotheses_B": num_hypotheses_B,
+    }
     if bucket.terms:
-        start["terms_BKAM"] = terms_BKAM
-    return PaddedBatch(source_BS, start)
+        start_arguments["terms_BKAM"] = terms_BKAM
+    return PaddedBatch(source_BS, start_arguments)
 
 
 def padded_length(length: int, smallest: int) -> int:
     """Round ``length`` up to one of s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ..., where s (``smallest``) is
     even. This limits the number of compiled shapes.
     """
-    return next(width for width in _widths(smallest) if width >= length)
+    return next(padded for padded in _padded_lengths(smallest) if padded >= length)
 
 
-def _widths(smallest: int) -> Iterator[int]:
+def _padded_lengths(smallest: int) -> Iterator[int]:
     for i in count():
         yield smallest << i
         yield smallest * 3 // 2 << i

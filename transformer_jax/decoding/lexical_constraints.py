@@ -25,7 +25,7 @@ from jax import Array
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.errors import UserError
 
-SIZES = (1, 1, 8), (4, 2, 8), (16, 4, 16), (64, 4, 32)
+TABLE_SIZES = (1, 1, 8), (4, 2, 8), (16, 4, 16), (64, 4, 32)
 """Sizes (K, A, M) of tables for which searches are compiled. M is at most 32."""
 
 # Estimated cost, in log-probability, of a token that unmet terms still need.
@@ -44,27 +44,31 @@ class TermProgress(NamedTuple):
 
 def term_table(terms: Sequence[Sequence[Sequence[int]]], name: str = "The sentence") -> np.ndarray:
     """Return the token ids of each term's alternatives as an array [K, A, M] of the smallest of
-    ``SIZES``. Raises ``UserError``, which begins with ``name``, if they are too many or too long.
+    ``TABLE_SIZES``. Raises ``UserError``, which begins with ``name``, if there are too many or they
+    are too long.
 
     Alternatives are padded with -1. A missing alternative is a copy of the first; a missing term
     has no tokens.
     """
     num_alternatives = max(map(len, terms))
     longest = max(len(tokens) for term in terms for tokens in term)
-    fitting = [
-        (K, A, M) for K, A, M in SIZES if len(terms) <= K and num_alternatives <= A and longest <= M
+    sizes = [
+        (K, A, M)
+        for K, A, M in TABLE_SIZES
+        if len(terms) <= K and num_alternatives <= A and longest <= M
     ]
-    if not fitting:
+    if not sizes:
         raise UserError(
             f"{name}: {len(terms)} terms with up to {num_alternatives} alternatives of up to "
-            f"{longest} tokens; expected at most {SIZES[-1][0]} terms in a sentence, "
-            f"{SIZES[-1][1]} alternatives and {SIZES[-1][2]} tokens. Shorten the glossary."
+            f"{longest} tokens; expected at most {TABLE_SIZES[-1][0]} terms in a sentence, "
+            f"{TABLE_SIZES[-1][1]} alternatives and {TABLE_SIZES[-1][2]} tokens. Shorten the "
+            "glossary."
         )
-    table_KAM = np.full(fitting[0], -1, np.int32)
+    table_KAM = np.full(sizes[0], -1, np.int32)
     for term, table_AM in zip(terms, table_KAM):
-        for a, row_M in enumerate(table_AM):
+        for a, tokens_M in enumerate(table_AM):
             tokens = term[a if a < len(term) else 0]
-            row_M[: len(tokens)] = tokens
+            tokens_M[: len(tokens)] = tokens
     return table_KAM
 
 
@@ -79,10 +83,10 @@ def start_progress(terms_BKAM: Array, limit_B: Array, beam_size: int) -> TermPro
 
 def advance(progress: TermProgress, terms_BKAM: Array, tokens_BX: Array) -> TermProgress:
     """Return the progress of hypotheses after one more token each."""
-    places_BKAM = jax.lax.broadcasted_iota(jnp.uint32, terms_BKAM.shape, 3)
-    is_here_BXKAM = terms_BKAM[:, None] == tokens_BX[:, :, None, None, None]
-    here_BXKA = (is_here_BXKAM << places_BKAM[:, None]).sum(axis=4, dtype=jnp.uint32)
-    matched_BXKA = (progress.matched_BWKA << 1 | 1) & here_BXKA
+    positions_BKAM = jax.lax.broadcasted_iota(jnp.uint32, terms_BKAM.shape, 3)
+    is_match_BXKAM = terms_BKAM[:, None] == tokens_BX[:, :, None, None, None]
+    match_bits_BXKA = (is_match_BXKAM << positions_BKAM[:, None]).sum(axis=4, dtype=jnp.uint32)
+    matched_BXKA = (progress.matched_BWKA << 1 | 1) & match_bits_BXKA
     is_met_BXKA = _num_matched(matched_BXKA) == _lengths_BKA(terms_BKAM)[:, None]
     return TermProgress(progress.unmet_BWK & ~is_met_BXKA.any(axis=3), matched_BXKA)
 
@@ -113,10 +117,10 @@ def add_needed_tokens(
     tokens_RC = jnp.concatenate([tokens_RK, next_RF], axis=1)
     is_same_RCC = tokens_RC[:, :, None] == tokens_RC[:, None]
     is_first_RC = is_same_RCC.argmax(axis=2) == jnp.arange(tokens_RC.shape[1])[None]
-    is_early_R1 = unmet_BWK1.any(axis=2).reshape(R, 1)
-    possible_RC = is_first_RC & (tokens_RC >= 0) & ~(is_early_R1 & (tokens_RC == eos_id))
-    values_RC = jnp.take_along_axis(logits_RV, jnp.maximum(tokens_RC, 0), axis=1)
-    return jnp.where(possible_RC, values_RC, IMPOSSIBLE), tokens_RC
+    has_unmet_R1 = unmet_BWK1.any(axis=2).reshape(R, 1)
+    is_possible_RC = is_first_RC & (tokens_RC >= 0) & ~(has_unmet_R1 & (tokens_RC == eos_id))
+    logits_RC = jnp.take_along_axis(logits_RV, jnp.maximum(tokens_RC, 0), axis=1)
+    return jnp.where(is_possible_RC, logits_RC, IMPOSSIBLE), tokens_RC
 
 
 def allocate_beam(
@@ -124,7 +128,7 @@ def allocate_beam(
     log_probs_BX: Array,
     *,
     ends_BX: Array,
-    num_left_B: Array,
+    num_remaining_B: Array,
     beam_size: int,
 ) -> Array:
     """Return the indices of the 2W first candidates, in order (dynamic beam allocation).
@@ -133,23 +137,25 @@ def allocate_beam(
     log-probability. The beam takes the best of each bank, then the second-best, and so on. In each
     round, the order is by log-probability minus the estimated cost of the needed tokens. Two kinds
     precede all rounds: ends that rank among the first W of their bank, and the best candidate whose
-    terms fit into the ``num_left_B`` tokens before EOS. Thus all terms are met if they fit.
+    terms fit into the ``num_remaining_B`` tokens before EOS. Thus all terms are met if they fit.
     """
-    place_BX = jax.lax.broadcasted_iota(jnp.int32, num_needed_BX.shape, 1)
-    num_needed_BX, minus_BX, index_BX, ends_BX = jax.lax.sort(
-        (num_needed_BX, -log_probs_BX, place_BX, ends_BX), num_keys=2
+    column_BX = jax.lax.broadcasted_iota(jnp.int32, num_needed_BX.shape, 1)
+    num_needed_BX, negative_log_probs_BX, original_column_BX, ends_BX = jax.lax.sort(
+        (num_needed_BX, -log_probs_BX, column_BX, ends_BX), num_keys=2
     )
     is_best_BX = jnp.diff(num_needed_BX, axis=1, prepend=-1) != 0
-    rank_BX = place_BX - jax.lax.cummax(jnp.where(is_best_BX, place_BX, 0), axis=1)
-    possible_BX = minus_BX < -IMPOSSIBLE / 2
-    value_BX = -minus_BX - _COST_OF_NEEDED_TOKEN * num_needed_BX
-    fits_BX = possible_BX & (num_needed_BX <= num_left_B[:, None])
-    best_B1 = jnp.where(fits_BX, value_BX, -jnp.inf).max(axis=1, keepdims=True)
-    key_BX = jnp.where(fits_BX & (value_BX == best_B1), _ROUND_GAP, value_BX - _ROUND_GAP * rank_BX)
-    is_end_BX = ends_BX & possible_BX & (rank_BX < beam_size)
-    key_BX = jnp.where(is_end_BX, 1e6 - 1e3 * num_needed_BX - rank_BX, key_BX)
-    _, places_BC = jax.lax.top_k(key_BX, 2 * beam_size)
-    return jnp.take_along_axis(index_BX, places_BC, axis=1)
+    rank_BX = column_BX - jax.lax.cummax(jnp.where(is_best_BX, column_BX, 0), axis=1)
+    is_possible_BX = negative_log_probs_BX < -IMPOSSIBLE / 2
+    score_BX = -negative_log_probs_BX - _COST_OF_NEEDED_TOKEN * num_needed_BX
+    is_feasible_BX = is_possible_BX & (num_needed_BX <= num_remaining_B[:, None])
+    best_B1 = jnp.where(is_feasible_BX, score_BX, -jnp.inf).max(axis=1, keepdims=True)
+    sort_key_BX = jnp.where(
+        is_feasible_BX & (score_BX == best_B1), _ROUND_GAP, score_BX - _ROUND_GAP * rank_BX
+    )
+    is_end_BX = ends_BX & is_possible_BX & (rank_BX < beam_size)
+    sort_key_BX = jnp.where(is_end_BX, 1e6 - 1e3 * num_needed_BX - rank_BX, sort_key_BX)
+    _, columns_BC = jax.lax.top_k(sort_key_BX, 2 * beam_size)
+    return jnp.take_along_axis(original_column_BX, columns_BC, axis=1)
 
 
 def _lengths_BKA(terms_BKAM: Array) -> Array:

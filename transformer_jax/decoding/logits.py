@@ -24,12 +24,12 @@ def top_k(x_RV: Array, k: int) -> tuple[Array, Array]:
     rows, width = x_RV.shape
     if jax.default_backend() == "tpu" or width < 2 * k * _CHUNK:
         return jax.lax.top_k(x_RV, k)
-    _, chunks_RK = jax.lax.top_k(_maxima(x_RV), k)
+    _, chunks_RK = jax.lax.top_k(_chunk_maxima(x_RV), k)
     ids_RKC = jnp.sort(chunks_RK, axis=-1)[:, :, None] * _CHUNK + jnp.arange(_CHUNK)[None, None]
     ids_RC = ids_RKC.reshape(rows, k * _CHUNK)
     x_RC = jnp.take_along_axis(x_RV, jnp.minimum(ids_RC, width - 1), axis=1)
-    values_RK, places_RK = jax.lax.top_k(jnp.where(ids_RC < width, x_RC, -jnp.inf), k)
-    return values_RK, jnp.take_along_axis(ids_RC, places_RK, axis=1)
+    values_RK, columns_RK = jax.lax.top_k(jnp.where(ids_RC < width, x_RC, -jnp.inf), k)
+    return values_RK, jnp.take_along_axis(ids_RC, columns_RK, axis=1)
 
 
 @jax.named_scope("log_softmax")
@@ -41,13 +41,13 @@ def log_sum_exp(x_RV: Array) -> Array:
     """
     if jax.default_backend() != "cpu":
         return jax.nn.logsumexp(x_RV, axis=-1, keepdims=True)
-    largest_R1 = _maxima(x_RV).max(axis=-1, keepdims=True)
+    largest_R1 = _chunk_maxima(x_RV).max(axis=-1, keepdims=True)
     largest_R1 = jnp.where(jnp.isfinite(largest_R1), largest_R1, 0)
     ones_NV = jnp.ones((8, x_RV.shape[1]), jnp.float32)
     sums_RN = jnp.einsum("RV,NV->RN", jnp.exp(x_RV - largest_R1), ones_NV)
     return jnp.log(sums_RN[:, :1]) + largest_R1
 
 
-def _maxima(x_RV: Array) -> Array:
+def _chunk_maxima(x_RV: Array) -> Array:
     padding = ((0, 0), (0, -x_RV.shape[1] % _CHUNK))
     return jax.lax.reduce_window(x_RV, -jnp.inf, jax.lax.max, (1, _CHUNK), (1, _CHUNK), padding)

@@ -20,7 +20,7 @@ from transformer_jax.decoding.search import (
 from transformer_jax.settings.checks import Positive
 from transformer_jax.settings.config import SamplingSettings
 
-_LOWEST = -1e6  # lowest logit of a possible token; its probability rounds to 0
+_MIN_LOGIT = -1e6  # lowest logit of a possible token; its probability rounds to 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +32,19 @@ class Sampling(SearchMethod, SamplingSettings):
     greedy decoding, use ``top_k=1``; a temperature of 0 is invalid.
     """
 
-    independent = True
+    has_independent_beams = True
 
     beam_size: Positive = 1
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""
         logits_RV, normalizer_R1, forced_R = scores
-        drawn_R = self._draw(logits_RV, self._keys(state))
+        drawn_R = self._draw_tokens(logits_RV, self._keys(state))
         is_forced_R = forced_R >= 0
         tokens_R = jnp.where(is_forced_R, forced_R, drawn_R)
-        value_R1 = jnp.take_along_axis(logits_RV, tokens_R[:, None], axis=1)
-        possible_R1 = (value_R1 > IMPOSSIBLE / 2) | is_forced_R[:, None]
-        token_log_probs_R1 = jnp.where(possible_R1, value_R1 - normalizer_R1, IMPOSSIBLE)
+        logit_R1 = jnp.take_along_axis(logits_RV, tokens_R[:, None], axis=1)
+        is_possible_R1 = (logit_R1 > IMPOSSIBLE / 2) | is_forced_R[:, None]
+        token_log_probs_R1 = jnp.where(is_possible_R1, logit_R1 - normalizer_R1, IMPOSSIBLE)
         tokens_BW, token_log_probs_BW = (
             x.reshape(state.live.log_probs_BW.shape) for x in (tokens_R, token_log_probs_R1)
         )
@@ -62,38 +62,38 @@ class Sampling(SearchMethod, SamplingSettings):
 
     def _keys(self, state: SearchState) -> Array:
         """Make random keys that depend on the sentence, sample and position, but not on the row."""
-        start = jax.random.key(self.seed)
+        base_key = jax.random.key(self.seed)
 
-        def key(sentence: Array, position: Array, number: Array) -> Array:
-            of_sentence = jax.random.fold_in(start, sentence)
-            return jax.random.fold_in(jax.random.fold_in(of_sentence, number), position)
+        def key(sentence: Array, position: Array, sample: Array) -> Array:
+            sentence_key = jax.random.fold_in(base_key, sentence)
+            return jax.random.fold_in(jax.random.fold_in(sentence_key, sample), position)
 
-        numbers_1W = jnp.arange(self.beam_size)[None]
+        samples_1W = jnp.arange(self.beam_size)[None]
         return jnp.vectorize(key)(
-            state.seed_B[:, None], state.position_B[:, None], numbers_1W
+            state.seed_B[:, None], state.position_B[:, None], samples_1W
         ).ravel()
 
-    def _draw(self, values_RV: Array, keys_R: Array) -> Array:
+    def _draw_tokens(self, logits_RV: Array, keys_R: Array) -> Array:
         """Draw one token per row from the softmax with the Gumbel-max trick: the argmax of logits
         plus Gumbel noise.
         """
         # At any temperature the most likely token has logit 0, and possible tokens stay far above
         # impossible tokens.
         temperature = max(self.temperature, float(jnp.finfo(jnp.float32).tiny))
-        scaled_RV = (values_RV - values_RV.max(axis=1, keepdims=True)) / temperature
-        scaled_RV = jnp.maximum(scaled_RV, _LOWEST)
-        values_RK = jnp.where(values_RV > IMPOSSIBLE / 2, scaled_RV, IMPOSSIBLE)
+        scaled_RV = (logits_RV - logits_RV.max(axis=1, keepdims=True)) / temperature
+        scaled_RV = jnp.maximum(scaled_RV, _MIN_LOGIT)
+        logits_RK = jnp.where(logits_RV > IMPOSSIBLE / 2, scaled_RV, IMPOSSIBLE)
         tokens_RK = None  # all tokens, in the order of their ids
         if self.top_k or self.top_p < 1:
-            V = values_RV.shape[1]
-            values_RK, tokens_RK = top_k(values_RK, min(self.top_k or V, V))
+            V = logits_RV.shape[1]
+            logits_RK, tokens_RK = top_k(logits_RK, min(self.top_k or V, V))
         if self.top_p < 1:
-            chances_RK = jax.nn.softmax(values_RK, axis=-1)
-            before_RK = jnp.cumsum(chances_RK, axis=-1) - chances_RK
+            probs_RK = jax.nn.softmax(logits_RK, axis=-1)
+            cumulative_before_RK = jnp.cumsum(probs_RK, axis=-1) - probs_RK
             top_p = self.top_p * (1 - 1e-6)  # the difference is rounded
-            values_RK = jnp.where(before_RK < top_p, values_RK, IMPOSSIBLE)
-        noise_RK = jax.vmap(lambda key: jax.random.gumbel(key, values_RK.shape[1:]))(keys_R)
-        choice_R1 = jax.lax.argmax(values_RK + noise_RK, 1, jnp.int32)[:, None]
+            logits_RK = jnp.where(cumulative_before_RK < top_p, logits_RK, IMPOSSIBLE)
+        noise_RK = jax.vmap(lambda key: jax.random.gumbel(key, logits_RK.shape[1:]))(keys_R)
+        choice_R1 = jax.lax.argmax(logits_RK + noise_RK, 1, jnp.int32)[:, None]
         if tokens_RK is not None:
             choice_R1 = jnp.take_along_axis(tokens_RK, choice_R1, axis=1)
         return choice_R1[:, 0]

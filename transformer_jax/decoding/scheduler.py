@@ -48,7 +48,7 @@ class Task:
     def finish(self, hypotheses: list[Hypothesis]) -> None:
         """Set the future's result, unless it is canceled or has an error."""
         with suppress(InvalidStateError):
-            self.future.set_result(hypotheses[: self.sentence.wanted])
+            self.future.set_result(hypotheses[: self.sentence.num_hypotheses])
 
     def fail(self, error: Exception) -> None:
         """Set the future's error, unless it is done."""
@@ -105,27 +105,31 @@ class RunningBatch(ABC):
         """Free the memory of the rows. All sentences must be done by then on the device."""
 
 
-class _Waiting:
+class _WaitingTasks:
     """Waiting tasks of a bucket, by padded length: only equal lengths are encoded together."""
 
     def __init__(self, bucket: Bucket):
         self._bucket = bucket
-        self._tasks_of: dict[int, deque[Task]] = {length: deque() for length in bucket.lengths}
+        self._tasks_by_length: dict[int, deque[Task]] = {
+            length: deque() for length in bucket.lengths
+        }
 
     def __len__(self) -> int:
-        return sum(map(len, self._tasks_of.values()))
+        return sum(map(len, self._tasks_by_length.values()))
 
     def add(self, task: Task) -> None:
-        self._tasks_of[self._bucket.length_of(task.sentence)].append(task)
+        self._tasks_by_length[self._bucket.padded_source_length(task.sentence)].append(task)
 
     def next_group(self) -> deque[Task]:
         """Return the tasks that can be encoded together with the oldest task."""
-        lengths = [tasks for tasks in self._tasks_of.values() if tasks]
+        lengths = [tasks for tasks in self._tasks_by_length.values() if tasks]
         return min(lengths, key=lambda tasks: tasks[0].number, default=deque())
 
     def drop_canceled(self) -> None:
-        for length, tasks in self._tasks_of.items():
-            self._tasks_of[length] = deque(task for task in tasks if not task.future.cancelled())
+        for length, tasks in self._tasks_by_length.items():
+            self._tasks_by_length[length] = deque(
+                task for task in tasks if not task.future.cancelled()
+            )
 
 
 class Scheduler:
@@ -139,11 +143,11 @@ class Scheduler:
 
     def __init__(self, batches: Sequence[RunningBatch]):
         self.batches = batches
-        self._waiting = {batch.bucket: _Waiting(batch.bucket) for batch in batches}
+        self._waiting = {batch.bucket: _WaitingTasks(batch.bucket) for batch in batches}
         self._unfinished: set[Task] = set()
         self._failure: Exception | None = None
         self._num_submitted = 0
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
 
     @property
     def num_unfinished(self) -> int:
@@ -162,7 +166,7 @@ class Scheduler:
 
     def submit(self, sentence: Sentence, bucket: Bucket) -> Future[list[Hypothesis]]:
         """Add a sentence. Returns a future for its hypotheses (see ``Engine.search``)."""
-        with self._changed:
+        with self._condition:
             self._num_submitted += 1
             task = Task(sentence, self._num_submitted)
             if self._failure:
@@ -171,34 +175,38 @@ class Scheduler:
                 self._waiting[bucket].add(task)
                 self._unfinished.add(task)
                 task.future.add_done_callback(lambda _: self._unfinished.discard(task))
-            self._changed.notify_all()
+            self._condition.notify_all()
         return task.future
 
     def stop(self, failure: Exception) -> None:
         """Stop the search: unfinished and later futures raise ``failure``."""
-        with self._changed:
+        with self._condition:
             self._failure = self._failure or failure
-            self._changed.notify_all()
+            self._condition.notify_all()
             for task in list(self._unfinished):
                 task.fail(self._failure)
 
     def wait_for_work(self) -> bool:
         """Wait for a waiting or running sentence. Returns False after ``stop``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or self.num_waiting or self.num_running)
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure or self.num_waiting or self.num_running)
         return self._failure is None
 
     def step(self) -> None:
         """Admit waiting sentences, decode a few steps and read the results, for each bucket."""
-        with self._changed:
+        with self._condition:
             for waiting in self._waiting.values():
                 waiting.drop_canceled()
-        busy = [batch for batch in self.batches if batch.running or self._waiting[batch.bucket]]
-        for batch in busy:
+        busy_batches = [
+            batch for batch in self.batches if batch.running or self._waiting[batch.bucket]
+        ]
+        for batch in busy_batches:
             waiting = self._waiting[batch.bucket]
             batch.resize(len(batch.running) + len(waiting))
             num_idle = batch.num_rows - len(batch.running)
-            admitted = self._admit(batch, self._num_admissible(batch, is_alone=len(busy) == 1))
+            admitted = self._admit(
+                batch, self._num_admissible(batch, is_only_busy=len(busy_batches) == 1)
+            )
             max_steps = max(STEPS_PER_READ, STEPS_PER_READ_OF_ONE_ROW // batch.num_rows)
             # Only one padded length is admitted at a time. Fill the other rows before decoding.
             can_admit_more = bool(waiting) and len(admitted) != num_idle
@@ -228,19 +236,19 @@ class Scheduler:
         for batch in self.batches:
             batch.read()
 
-    def _num_admissible(self, batch: RunningBatch, *, is_alone: bool) -> int:
+    def _num_admissible(self, batch: RunningBatch, *, is_only_busy: bool) -> int:
         """Return the maximum number of sentences to admit: one for each idle row. If no other
         bucket has work, a full batch of encoded sentences can wait for rows in ``decode``.
         """
         count = batch.encode_batch_size
         is_full = len(self._waiting[batch.bucket].next_group()) >= count
-        if is_alone and is_full and batch.num_rows == batch.bucket.rows:
+        if is_only_busy and is_full and batch.num_rows == batch.bucket.rows:
             return count
         return min(count, batch.num_rows - len(batch.running))
 
     def _admit(self, batch: RunningBatch, count: int) -> list[Task]:
         """Take up to ``count`` waiting sentences of one padded length, the oldest first."""
-        with self._changed:
+        with self._condition:
             tasks = self._waiting[batch.bucket].next_group()
             return [tasks.popleft() for _ in range(min(count, len(tasks)))]
 
@@ -249,8 +257,8 @@ def run_until_idle(schedulers: Sequence[Scheduler]) -> None:
     """Search all waiting sentences. The work is dispatched to the devices in turn, before the host
     waits for the first result.
     """
-    busy = list(schedulers)
-    while busy:
-        busy = [scheduler for scheduler in busy if scheduler.dispatch()]
+    busy_batches = list(schedulers)
+    while busy_batches:
+        busy_batches = [scheduler for scheduler in busy_batches if scheduler.dispatch()]
     for scheduler in schedulers:
         scheduler.read()

@@ -33,7 +33,7 @@ Reorder = Callable[[Cache, Array], Cache]
 
 NOT_FORCED = -1
 # Internal score of a sentence whose logits were NaN; finite, so that it can be sorted.
-_INVALID = 1e9
+_INVALID_SCORE = 1e9
 
 
 class Sentence(NamedTuple):
@@ -45,7 +45,7 @@ class Sentence(NamedTuple):
     """Target tokens that the translation must begin with."""
     seed: int = 0
     """Sampling seed of the sentence."""
-    wanted: int = 1
+    num_hypotheses: int = 1
     """Number of hypotheses to find, at most ``decoding.beam_size``."""
     terms: Any = None
     """Terms that the translation must contain (beam search only): a ``term_table``, or None."""
@@ -100,7 +100,7 @@ class SearchState(NamedTuple):
     """Tokens that the target must begin with, then at least one NOT_FORCED."""
     seed_B: Array
     """Sampling seed of each sentence."""
-    wanted_B: Array
+    num_hypotheses_B: Array
     """Beam search stops once this many hypotheses are final; any others may not be the best."""
     live: Beams
     finished: SearchResult
@@ -137,14 +137,14 @@ class SearchMethod(RankingSettings, ABC):
     """Padding after EOS; never generated."""
     constraints: Constraints = Constraints()
     """Rules for the next token."""
-    free_prefix: Count = 0
+    unscored_prefix_length: Count = 0
     """Number of tokens at the start of each prefix whose log-probability counts as 0, such as the
     language that a many-to-many model translates to.
     """
 
     # True if beams never mix. Otherwise the search starts with one empty hypothesis, because others
     # would be duplicates.
-    independent = False
+    has_independent_beams = False
 
     @abstractmethod
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array | None]:
@@ -163,21 +163,21 @@ class SearchMethod(RankingSettings, ABC):
         max_length: int = 0,
         prefix_BP: Array,
         seed_B: Array,
-        wanted_B: Array | None = None,
+        num_hypotheses_B: Array | None = None,
         terms_BKAM: Array | None = None,
     ) -> SearchState:
         """Return the initial search state, for hypotheses of up to ``max_length`` tokens (default:
         the width of ``prefix_BP``). Sentences whose ``limit_B`` is 0 are skipped. Beam search stops
-        once it has the ``wanted_B`` best hypotheses (default: W); any others may not be the best.
+        once it has the ``num_hypotheses_B`` best (default: W); any others may not be the best.
         """
         B = limit_B.shape[0]
         W = self.beam_size
         L = max_length or prefix_BP.shape[1]
         progress = None if terms_BKAM is None else start_progress(terms_BKAM, limit_B, W)
-        num_live = W if self.independent else 1
+        num_live = W if self.has_independent_beams else 1
         tokens_BWL = jnp.full((B, W, L), self.pad_id, jnp.int32)
         zeros_BWL = jnp.zeros_like(tokens_BWL, jnp.float32)
-        none_BW = jnp.full((B, W), jnp.float32(IMPOSSIBLE))
+        impossible_BW = jnp.full((B, W), jnp.float32(IMPOSSIBLE))
         if self.pad_id != self.eos_id:
             prefix_BP = jnp.where(prefix_BP == self.pad_id, NOT_FORCED, prefix_BP)
         live_BW = jnp.broadcast_to(
@@ -190,10 +190,12 @@ class SearchMethod(RankingSettings, ABC):
                 prefix_BP.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=NOT_FORCED
             ),
             seed_B=seed_B.astype(jnp.uint32),
-            wanted_B=jnp.full(B, W) if wanted_B is None else jnp.clip(wanted_B, 1, W),
+            num_hypotheses_B=jnp.full(B, W)
+            if num_hypotheses_B is None
+            else jnp.clip(num_hypotheses_B, 1, W),
             live=Beams(tokens_BWL, zeros_BWL, live_BW, progress),
             finished=SearchResult(
-                tokens_BWL, none_BW, none_BW, jnp.zeros((B, W), jnp.int32), zeros_BWL
+                tokens_BWL, impossible_BW, impossible_BW, jnp.zeros((B, W), jnp.int32), zeros_BWL
             ),
             done_B=limit_B <= 0,
             num_ended_B=jnp.zeros(B, jnp.int32),
@@ -273,13 +275,13 @@ def search(
     return results(state.finished, method.pad_id)
 
 
-def _check_shape(name: str, x: Any, begins: tuple[int, ...], ndim: int | None = None) -> None:
+def _check_shape(name: str, x: Any, leading: tuple[int, ...], ndim: int | None = None) -> None:
     """Check the first axes (sentences, beams) and the number of axes."""
     shape = getattr(x, "shape", ())
-    if shape[: len(begins)] != begins or ndim not in (None, len(shape)):
+    if shape[: len(leading)] != leading or ndim not in (None, len(shape)):
         raise UserError(
             f"{name} has shape {shape}; expected {ndim or 'any number of'} axes that begin with "
-            f"{begins}, the number of sentences{' and beams' if len(begins) > 1 else ''}."
+            f"{leading}, the number of sentences{' and beams' if len(leading) > 1 else ''}."
         )
 
 
@@ -293,12 +295,12 @@ def _check_step(
     outputs = jax.eval_shape(step_fn, tokens_BW, cache)
     if not (isinstance(outputs, tuple) and len(outputs) == 2):
         raise UserError(
-            f"step_fn returns {_described(outputs)}; expected a tuple (logits_BWV, cache)."
+            f"step_fn returns {_describe_tree(outputs)}; expected a tuple (logits_BWV, cache)."
         )
     logits_BWV, new_cache = outputs
     _check_shape("The first result of step_fn, the logits,", logits_BWV, tokens_BW.shape, ndim=3)
-    before = _described(cache)
-    after = _described(new_cache)
+    before = _describe_tree(cache)
+    after = _describe_tree(new_cache)
     if before != after:
         raise UserError(
             f"step_fn returns the cache {after}; expected the structure, shapes and types of its "
@@ -306,7 +308,7 @@ def _check_step(
         )
 
 
-def _described(tree: Any) -> str:
+def _describe_tree(tree: Any) -> str:
     """Return the structure, shapes and types of a tree of arrays."""
     return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree))
 
@@ -322,8 +324,8 @@ def take_step(
     """Decode one token for every sentence."""
     # A row whose sentence is done may run past its end; its input must stay in the vocabulary.
     tokens_BWL = state.live.tokens_BWL
-    before_B11 = jnp.clip(state.position_B - 1, 0, tokens_BWL.shape[2] - 1)[:, None, None]
-    last_BW = jnp.take_along_axis(tokens_BWL, before_B11, axis=2)[:, :, 0]
+    previous_B11 = jnp.clip(state.position_B - 1, 0, tokens_BWL.shape[2] - 1)[:, None, None]
+    last_BW = jnp.take_along_axis(tokens_BWL, previous_B11, axis=2)[:, :, 0]
     tokens_BW = jnp.where(state.position_B[:, None] == 0, method.bos_id, last_BW)
     logits_BWV, cache = step_fn(tokens_BW, cache)
     logits_BWV = jnp.asarray(logits_BWV)
@@ -336,16 +338,16 @@ def take_step(
     scores = _next_token(method, state, logits_BWV)
     is_invalid_BW = ~(scores.normalizer_R1 < jnp.inf).reshape(tokens_BW.shape)
     is_invalid_BW &= state.live.log_probs_BW > IMPOSSIBLE / 2
-    invalid_B = is_invalid_BW.any(axis=1) & ~state.done_B
-    new, parents_BW = method.advance(state, scores)
-    scores_BN = jnp.where(invalid_B[:, None], _INVALID, new.finished.scores_BN)
+    is_invalid_B = is_invalid_BW.any(axis=1) & ~state.done_B
+    new_state, parents_BW = method.advance(state, scores)
+    scores_BN = jnp.where(is_invalid_B[:, None], _INVALID_SCORE, new_state.finished.scores_BN)
     length_B = state.position_B + 1
-    new = new._replace(
+    new_state = new_state._replace(
         position_B=jnp.minimum(length_B, state.limit_B),  # idle rows never overflow
-        finished=new.finished._replace(scores_BN=scores_BN),
-        done_B=state.done_B | new.done_B | (length_B >= state.limit_B) | invalid_B,
+        finished=new_state.finished._replace(scores_BN=scores_BN),
+        done_B=state.done_B | new_state.done_B | (length_B >= state.limit_B) | is_invalid_B,
     )
-    return new, cache if parents_BW is None else reorder(cache, parents_BW)
+    return new_state, cache if parents_BW is None else reorder(cache, parents_BW)
 
 
 def _next_token(method: SearchMethod, state: SearchState, logits_BWV: Array) -> NextToken:
@@ -358,10 +360,10 @@ def _next_token(method: SearchMethod, state: SearchState, logits_BWV: Array) -> 
     forced_B1 = jnp.take_along_axis(state.prefix_BP, position_B1, axis=1, mode="clip")
     is_last_B = state.position_B + 1 >= state.limit_B
     forced_R = jnp.repeat(jnp.where(is_last_B, method.eos_id, forced_B1[:, 0]), W)
-    if method.free_prefix:
-        forced_value_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R[:, None], 0), axis=1)
-        is_free_R = (forced_R >= 0) & (position_R < method.free_prefix)
-        normalizer_R1 = jnp.where(is_free_R[:, None], forced_value_R1, normalizer_R1)
+    if method.unscored_prefix_length:
+        forced_logit_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R[:, None], 0), axis=1)
+        is_unscored_R = (forced_R >= 0) & (position_R < method.unscored_prefix_length)
+        normalizer_R1 = jnp.where(is_unscored_R[:, None], forced_logit_R1, normalizer_R1)
     logits_RV = method.constraints.apply(
         logits_RV,
         tokens_RL=jax.lax.collapse(state.live.tokens_BWL, 0, 2),
@@ -375,40 +377,40 @@ def _next_token(method: SearchMethod, state: SearchState, logits_BWV: Array) -> 
 
 def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW: Array) -> Beams:
     """Add one token to every hypothesis."""
-    here_B1L = (jnp.arange(live.tokens_BWL.shape[-1])[None] == position_B[:, None])[:, None]
+    is_position_B1L = (jnp.arange(live.tokens_BWL.shape[-1])[None] == position_B[:, None])[:, None]
     return Beams(
-        jnp.where(here_B1L, tokens_BW[:, :, None], live.tokens_BWL),
-        jnp.where(here_B1L, token_log_probs_BW[:, :, None], live.token_log_probs_BWL),
+        jnp.where(is_position_B1L, tokens_BW[:, :, None], live.tokens_BWL),
+        jnp.where(is_position_B1L, token_log_probs_BW[:, :, None], live.token_log_probs_BWL),
         jnp.maximum(live.log_probs_BW + token_log_probs_BW, IMPOSSIBLE),
         live.progress,
     )
 
 
-def finish(state: SearchState, new: Beams, ends_BW: Array, scores_BW: Array) -> SearchResult:
+def finish(state: SearchState, live: Beams, ends_BW: Array, scores_BW: Array) -> SearchResult:
     """Keep the N best of finished and newly ended hypotheses; ties go to the older hypothesis."""
-    may_end_BW = ends_BW & (new.log_probs_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
+    may_end_BW = ends_BW & (live.log_probs_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
     ended = SearchResult(
-        new.tokens_BWL,
+        live.tokens_BWL,
         jnp.where(may_end_BW, scores_BW, IMPOSSIBLE),
-        new.log_probs_BW,
+        live.log_probs_BW,
         jnp.broadcast_to(state.position_B[:, None] + 1, ends_BW.shape),
-        new.token_log_probs_BWL,
+        live.token_log_probs_BWL,
     )
-    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), state.finished, ended)
-    _, best_BN = jax.lax.top_k(both.scores_BN, state.finished.scores_BN.shape[1])
-    return gather_beams(both, best_BN)
+    candidates = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), state.finished, ended)
+    _, best_BN = jax.lax.top_k(candidates.scores_BN, state.finished.scores_BN.shape[1])
+    return gather_beams(candidates, best_BN)
 
 
 def results(finished: SearchResult, pad_id: int) -> SearchResult:
     """Convert finished hypotheses to their public form, which marks empty and invalid slots."""
     tokens_BNL, scores_BN, log_probs_BN, lengths_BN, token_log_probs_BNL = finished
-    invalid_BN = scores_BN == _INVALID
-    filled_BN = (scores_BN > IMPOSSIBLE / 2) & ~invalid_BN
-    nothing_BN = jnp.where(invalid_BN, jnp.nan, -jnp.inf)
+    is_invalid_BN = scores_BN == _INVALID_SCORE
+    is_filled_BN = (scores_BN > IMPOSSIBLE / 2) & ~is_invalid_BN
+    empty_score_BN = jnp.where(is_invalid_BN, jnp.nan, -jnp.inf)
     return SearchResult(
-        jnp.where(filled_BN[:, :, None], tokens_BNL, pad_id),
-        jnp.where(filled_BN, scores_BN, nothing_BN),
-        jnp.where(filled_BN, log_probs_BN, nothing_BN),
-        jnp.where(filled_BN, lengths_BN, 0),
-        jnp.where(filled_BN[:, :, None], token_log_probs_BNL, 0),
+        jnp.where(is_filled_BN[:, :, None], tokens_BNL, pad_id),
+        jnp.where(is_filled_BN, scores_BN, empty_score_BN),
+        jnp.where(is_filled_BN, log_probs_BN, empty_score_BN),
+        jnp.where(is_filled_BN, lengths_BN, 0),
+        jnp.where(is_filled_BN[:, :, None], token_log_probs_BNL, 0),
     )

@@ -87,7 +87,7 @@ class Workers:
         return sum(scheduler.num_waiting for scheduler in self.schedulers)
 
     @property
-    def num_busy(self) -> int:
+    def num_running(self) -> int:
         """Number of occupied rows."""
         return sum(scheduler.num_running for scheduler in self.schedulers)
 

@@ -186,7 +186,7 @@ def _search(
         max_length=_MAX_TOKENS,
         max_extra_length=_MAX_TOKENS,
     )
-    engine = Engine(model, decoding, free_prefix=tokenizer.num_free)
+    engine = Engine(model, decoding, unscored_prefix_length=tokenizer.num_free)
     results = engine.search([Sentence(source, forced) for source in sources])
     return [hypotheses[0].tokens if hypotheses else [] for hypotheses in results]
 

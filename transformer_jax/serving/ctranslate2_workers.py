@@ -20,7 +20,7 @@ from transformer_jax.decoding.workers import Workers
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import needs_extra
 
-_LONGEST = 2**16
+_MAX_LENGTH = 2**16
 
 
 def ctranslate2_workers(translator: Translator, folder: Path) -> Workers:
@@ -62,7 +62,7 @@ class CTranslate2Model:
             inter_threads=num_threads,
             intra_threads=1,
         )
-        lengths = jnp.arange(_LONGEST)
+        lengths = jnp.arange(_MAX_LENGTH)
         self._length_penalties = np.asarray(translator.engines[0].method.penalty(lengths))
 
     def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
@@ -73,7 +73,7 @@ class CTranslate2Model:
         results = self._model.translate_batch(
             [source.tokens(sentence.tokens) for sentence in sentences],
             target_prefix=prefixes if any(prefixes) else None,
-            num_hypotheses=max(sentence.wanted for sentence in sentences),
+            num_hypotheses=max(sentence.num_hypotheses for sentence in sentences),
             return_scores=True,
             **self.search_settings,
         )
@@ -81,7 +81,7 @@ class CTranslate2Model:
 
     def _hypothesis(self, tokens: list[str], score: float) -> Hypothesis:
         """Convert a hypothesis. CTranslate2 divides log-probabilities by length^alpha."""
-        length = min(len(tokens) + 1, _LONGEST - 1)
+        length = min(len(tokens) + 1, _MAX_LENGTH - 1)
         log_prob = score * length**self._config.length_penalty
         ids = self._tokenizer.target.ids(tokens)
         return Hypothesis(ids, log_prob / float(self._length_penalties[length]), log_prob, [])
@@ -110,8 +110,8 @@ class CTranslate2Batch(RunningBatch):
         """Translate sentences and finish their tasks."""
         self._running = list(admitted)
         if admitted:
-            found = self.model.search([task.sentence for task in admitted])
-            for task, hypotheses in zip(admitted, found, strict=True):
+            results = self.model.search([task.sentence for task in admitted])
+            for task, hypotheses in zip(admitted, results, strict=True):
                 task.finish(hypotheses)
         self._running = []
 
@@ -154,7 +154,7 @@ def _search_settings(
         )
     target = translator.tokenizer.target
     suppressed = [*target.tokens([target.pad_id]), *config.suppress]
-    changed = {
+    overrides = {
         "beam_size": config.beam_size,
         "length_penalty": config.length_penalty,
         "min_decoding_length": config.min_length,
@@ -162,4 +162,4 @@ def _search_settings(
         "max_decoding_length": limits[1],
         "suppress_sequences": [[token] for token in suppressed],
     } | ({"patience": config.patience} if config.patience else {})
-    return exported | changed
+    return exported | overrides

@@ -22,7 +22,7 @@ class Metrics:
         self._models = models
         self._gauge("sentences_accepted", "Sentences in progress.", num_accepted)
         self._gauge("sentences_waiting", "Waiting sentences.", self._num_waiting)
-        self._gauge("rows_busy", "Rows in use.", self._num_busy)
+        self._gauge("rows_busy", "Rows in use.", self._num_running)
         self._gauge("rows", "Total rows across all searches.", self._num_rows)
         self._num_sentences = self._counter("sentences", "Sentences translated.")
         self._num_tokens = self._counter("target_tokens", "Target tokens in the best translations.")
@@ -44,8 +44,8 @@ class Metrics:
     def _num_waiting(self) -> int:
         return sum(model.workers.num_waiting for model in self._models)
 
-    def _num_busy(self) -> int:
-        return sum(model.workers.num_busy for model in self._models)
+    def _num_running(self) -> int:
+        return sum(model.workers.num_running for model in self._models)
 
     def _num_rows(self) -> int:
         return sum(model.workers.num_rows for model in self._models)

@@ -407,7 +407,7 @@ class _Parts:
                     segment.tokens,
                     self._prefix_ids,
                     seed=(max(1, request.number) + _SEED_STRIDE * index) % 2**32,
-                    wanted=self._num_hypotheses,
+                    num_hypotheses=self._num_hypotheses,
                     terms=self._term_table(terms if whole else self._terms(segment.text)),
                 )
             )

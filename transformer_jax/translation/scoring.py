@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from transformer_jax.decoding.devices import on_device
+from transformer_jax.decoding.devices import put_on_device
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.decoding.length_penalty import length_penalty
@@ -71,7 +71,7 @@ class Scorer:
         models = model.models if isinstance(model, Ensemble) else [model]
         self._layers = min(each.config.decoder_layers for each in models)
         self._graph, parameters = nnx.split(model, nnx.Param)
-        self._parameters = [on_device(parameters, device) for device in devices or [None]]
+        self._parameters = [put_on_device(parameters, device) for device in devices or [None]]
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 

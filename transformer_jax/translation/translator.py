@@ -88,10 +88,10 @@ class Translator:
             model,
             dataclasses.replace(self.config, batch_size=rows),
             suppress=suppress,
-            free_prefix=self.tokenizer.num_free,
+            unscored_prefix_length=self.tokenizer.num_free,
             device=self._devices[0] if self._devices else None,
         )
-        return [engine, *map(engine.on, self._devices[1:])]
+        return [engine, *map(engine.copy_to, self._devices[1:])]
 
     @classmethod
     def from_workdir(
@@ -134,7 +134,7 @@ class Translator:
         self.__dict__.pop("scorer", None)
         engine = self.engines[0]
         engine.parameters = parameters
-        self.engines = [engine, *map(engine.on, self._devices[1:])]
+        self.engines = [engine, *map(engine.copy_to, self._devices[1:])]
 
     @property
     def model(self) -> Transformer | Ensemble:
