@@ -84,7 +84,7 @@ def test_draws_follow_temperature_then_top_k_then_top_p(temperature, top_k, top_
     logits[[2, 7]] = IMPOSSIBLE
     method = Sampling(**IDS, temperature=temperature, top_k=top_k, top_p=top_p)
     keys = jax.random.split(jax.random.key(1), count)
-    drawn = np.asarray(method._draw(jnp.broadcast_to(logits, (count, 12)), keys))
+    drawn = np.asarray(method._draw_tokens(jnp.broadcast_to(logits, (count, 12)), keys))
     expected = probabilities(logits.astype(float), temperature, top_k, top_p) * count
     counts = np.bincount(drawn, minlength=12)
     assert not counts[expected == 0].any()
@@ -113,7 +113,7 @@ def test_top_p_keeps_no_token_beyond_the_boundary(parts):
     values_RV = np.float32(np.pad(np.log(chances), (0, 4), constant_values=-1e6) + shifts_R1)
     for count in range(1, len(parts)):
         method = Sampling(**IDS, top_p=float(chances[:count].sum()))
-        drawn = jax.jit(method._draw)(values_RV, jax.random.split(jax.random.key(0), 1000))
+        drawn = jax.jit(method._draw_tokens)(values_RV, jax.random.split(jax.random.key(0), 1000))
         assert set(drawn.tolist()) == set(range(count))
 
 
