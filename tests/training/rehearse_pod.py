@@ -43,8 +43,9 @@ from runs import (
     tiny,
 )
 
-from transformer_jax.pretrained.loading import local_workdir, mirror_checkpoints
+from transformer_jax.pretrained.loading import local_workdir
 from transformer_jax.runs.checkpoint_folder import complete_steps
+from transformer_jax.runs.mirror import mirror_checkpoints
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import remote_path
 
