@@ -59,7 +59,7 @@ Frame = tuple[float, list[Row]]  # seconds since the start, rows of the screen
 
 
 def record(arguments: list[str]) -> list[tuple[float, str]]:
-    """What `python` with these arguments prints in a terminal, with times in seconds."""
+    """Output of `python` with these arguments in a terminal, with times in seconds."""
     child, terminal = pty.fork()
     if child == 0:
         os.environ["TERM"] = "xterm-256color"
@@ -169,7 +169,7 @@ def _timeline(
     x: float,
     y: float,
 ) -> list[str]:
-    """Everything that stands in one place, each in a group that is visible at its time."""
+    """The contents of one place over time, each in a group that is visible at its time."""
     result = []
     for runs, group in groupby(range(len(shown)), key=lambda i: shown[i]):
         indices = list(group)
