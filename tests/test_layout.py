@@ -121,6 +121,7 @@ TRUNK = [
     "translation.__main__",
     "training.two_passes",
     "training.loss",
+    "training.objective",
     "training.optimizer",
     "training.step",
     "training.prepare",

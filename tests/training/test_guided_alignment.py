@@ -30,7 +30,7 @@ from transformer_jax.settings.config import (
     TrainingConfig,
 )
 from transformer_jax.training.loop import train
-from transformer_jax.training.loss import alignment_cross_entropy
+from transformer_jax.training.objective import alignment_cross_entropy
 from transformer_jax.training.prepare import prepare
 from transformer_jax.training.step import make_step_functions
 from transformer_jax.translation.scoring import Scorer

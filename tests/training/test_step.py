@@ -24,6 +24,7 @@ from transformer_jax.settings.config import (
     BatchConfig,
     Config,
     DataConfig,
+    LossSettings,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -133,7 +134,7 @@ def test_seeds_share_a_compiled_step() -> None:
     steps = [step_functions(changed(DROPPING, seed=seed)) for seed in (0, 7)]
     assert steps[0].train_step is steps[1].train_step
     model, optimizer, training = DROPPING.model, DROPPING.optimizer, DROPPING.training
-    config = StepConfig(model, optimizer, 0, training.label_smoothing)
+    config = StepConfig(model, optimizer, 0, training.part(LossSettings))
     steps[1] = shared_functions.__wrapped__(config, make_mesh(DROPPING.mesh, ONE))
     texts = {each.train_step.lower(each.abstract_state, batch()).as_text() for each in steps}
     assert len(texts) == 1

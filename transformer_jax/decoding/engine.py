@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import fields
 from functools import partial
 from typing import Any, Self
 
@@ -365,7 +364,7 @@ def _search_method(
     unscored_prefix_length: int,
 ) -> SearchMethod:
     """Create the search method of ``config``, for a model's token ids."""
-    constraint_settings = _fields_of_base(config, ConstraintSettings)
+    constraint_settings = vars(config.part(ConstraintSettings))
     common_settings: dict[str, Any] = {
         "bos_id": model.decoder_start_id,
         "eos_id": model.eos_id,
@@ -374,10 +373,5 @@ def _search_method(
         "unscored_prefix_length": unscored_prefix_length,
     }
     if config.method == "beam":
-        return BeamSearch(**common_settings, **_fields_of_base(config, BeamSettings))
-    return Sampling(**common_settings, **_fields_of_base(config, SamplingSettings))
-
-
-def _fields_of_base(config: DecodingConfig, base_class: Any) -> dict[str, Any]:
-    """Return the fields that ``config`` has from one of its base classes."""
-    return {field.name: getattr(config, field.name) for field in fields(base_class)}
+        return BeamSearch(**common_settings, **vars(config.part(BeamSettings)))
+    return Sampling(**common_settings, **vars(config.part(SamplingSettings)))

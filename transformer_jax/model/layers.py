@@ -45,6 +45,8 @@ class Embedding(nnx.Module):
         self.position_matrix = embedding_matrix(rows, config.d_model, rngs) if learned else None
         self.norm = Norm(config) if config.embedding_norm else None
         self.config = config
+        # Token id, outside the vocabulary, whose embedding is zero.
+        self.zero_id: int | None = None
 
     @checked
     @jax.named_scope("embedding")
@@ -55,14 +57,12 @@ class Embedding(nnx.Module):
         *,
         num_positions: int,
         matrix_VD: Array | None = None,
-        cut_BL: Array | None = None,
     ) -> Array:
         """Embed tokens at these positions. Returns [B, L, D]. ``positions_BL`` may broadcast.
 
         Args:
           num_positions: exclusive upper bound for the positions of real tokens.
           matrix_VD: token embeddings to use instead of this module's matrix.
-          cut_BL: bool, True for tokens whose embedding is replaced by zeros (SimCut).
 
         Raises:
           UserError: there are more positions than learned embeddings.
@@ -73,8 +73,8 @@ class Embedding(nnx.Module):
             matrix_VD = self.matrix[...]
         # Token ids outside the vocabulary give NaN; checkify's index checks can find them.
         x_BLD = matrix_VD.at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
-        if cut_BL is not None:
-            x_BLD = jnp.where(cut_BL[..., None], 0, x_BLD)
+        if self.zero_id is not None:
+            x_BLD = jnp.where(tokens_BL[..., None] == self.zero_id, 0, x_BLD)
         if config.embedding_scale != "none":
             x_BLD = x_BLD * config.d_model**0.5
         if config.positions != "relative":

@@ -113,8 +113,6 @@ class Transformer(nnx.Module):
         *,
         source_segments_BS: Array | None = None,
         target_segments_BT: Array | None = None,
-        cut_BS: Array | None = None,
-        cut_BT: Array | None = None,
         dropout_key: DropoutKey = None,
     ) -> Array:
         """Compute the decoder output [B, T, D] for ``logits`` or a loss that includes the softmax.
@@ -125,8 +123,6 @@ class Transformer(nnx.Module):
             forcing (section 3.1).
           source_segments_BS, target_segments_BT: segment ids of packed rows; 0 is padding. Pass
             both or neither. None: one sentence per row.
-          cut_BS, cut_BT: bool, True for source tokens, and for target tokens as the decoder's
-            input, whose embeddings are replaced by zeros (SimCut). None: no tokens.
           dropout_key: None turns dropout off.
         """
         if (source_segments_BS is None) != (target_segments_BT is None):
@@ -135,19 +131,16 @@ class Transformer(nnx.Module):
                 "or neither for one sentence per row."
             )
         keys = as_keys(dropout_key)
-        memory_BSD = self.encode(source_BS, source_segments_BS, cut_BS=cut_BS, dropout_key=keys)
+        memory_BSD = self.encode(source_BS, source_segments_BS, dropout_key=keys)
         segments_BT = self._segments(target_BT, target_segments_BT)
         positions_BT = segment_positions(segments_BT)
         start_id = self.config.decoder_start_id
         inputs_BT = jnp.where(positions_BT == 0, start_id, _shift_right(target_BT))
-        if cut_BT is not None:
-            cut_BT = _shift_right(cut_BT) & (positions_BT > 0)
         x_BTD = self._embed(
             self.target_embedding,
             inputs_BT,
             positions_BT,
             packed=target_segments_BT is not None,
-            cut_BL=cut_BT,
             keys=keys,
         )
         if not self.config.train_decoder_start:
@@ -216,7 +209,6 @@ class Transformer(nnx.Module):
         source_BS: Array,
         segments_BS: Array | None = None,
         *,
-        cut_BS: Array | None = None,
         dropout_key: DropoutKey = None,
     ) -> Array:
         """Encode padded source token ids as ``memory_BSD``."""
@@ -229,7 +221,6 @@ class Transformer(nnx.Module):
             source_BS,
             positions_BS,
             packed=packed,
-            cut_BL=cut_BS,
             keys=keys,
         )
         mask_BHSS = attention_mask(segments_BS, segments_BS)
@@ -247,7 +238,6 @@ class Transformer(nnx.Module):
         positions_BL: Array,
         *,
         packed: bool,
-        cut_BL: Array | None,
         keys: DropoutKey,
     ) -> Array:
         num_positions = tokens_BL.shape[1]
@@ -259,7 +249,6 @@ class Transformer(nnx.Module):
             positions_BL,
             num_positions=num_positions,
             matrix_VD=self._target_matrix_VD if embedding.matrix is None else None,
-            cut_BL=cut_BL,
         )
         return dropout(x_BLD, self.config.dropout, keys)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 import re
@@ -42,6 +43,7 @@ _DTYPES = {"mask": "bool", "source|target|tokens|segments|positions": "integer"}
 # Arrays whose axes can have size 1: "name:number of axes".
 _BROADCASTS = re.compile("mask:4|bias:4|positions:")
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P", bound="Section")
 
 Rule = tuple[str, bool, str]
 """A constraint across fields: the field to report, the condition, the expectation."""
@@ -73,6 +75,11 @@ class Section:
         for name, holds, expected in rules:
             if not holds:
                 raise self._error(name, expected)
+
+    def part(self, base: type[P]) -> P:
+        """Return the settings that come from one of the base classes."""
+        names = [field.name for field in dataclasses.fields(base)]  # type: ignore[arg-type]
+        return base(**{name: getattr(self, name) for name in names})
 
     def _error(self, name: str, expected: str) -> UserError:
         value = short_repr(operator.attrgetter(name)(self))

@@ -466,17 +466,9 @@ class OptimizerConfig(Section, prefix="optimizer."):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Section, prefix="training."):
-    """Training length, evaluation and checkpoints."""
+class LossSettings(Section, prefix="training."):
+    """Settings of the training objective."""
 
-    steps: Changeable[Positive] = 100_000
-    """Number of optimizer steps."""
-    start_from: Changeable[str] = ""
-    """Fine-tuning: a work directory, model folder or checkpoint folder that provides the tokenizer
-    and initial parameters (of the model that decode.py uses); '': train from scratch."""
-    freeze: Changeable[tuple[str, ...]] = ()
-    """Fine-tuning: glob patterns of names of parameters that are not trained, such as 'encoder.*'
-    or '*embedding.matrix'; * also matches dots."""
     label_smoothing: Changeable[Fraction] = 0.1
     """Label smoothing (epsilon_ls in section 5.4)."""
     r_drop: Changeable[NonNegative] = 0.0
@@ -492,6 +484,27 @@ class TrainingConfig(Section, prefix="training."):
     guided_alignment: Changeable[NonNegative] = 0.0
     """Guided alignment: weight of the cross-entropy between the word alignments in
     data.train.alignments and the attention of one head (model.alignment_layer); 0: off."""
+
+    def rules(self) -> Iterator[Rule]:
+        yield (
+            "simcut",
+            not self.simcut or not self.r_drop,
+            "0, because training.r_drop is above 0",
+        )
+
+
+@dataclass(frozen=True)
+class TrainingConfig(LossSettings, prefix="training."):
+    """Training length, evaluation and checkpoints."""
+
+    steps: Changeable[Positive] = 100_000
+    """Number of optimizer steps."""
+    start_from: Changeable[str] = ""
+    """Fine-tuning: a work directory, model folder or checkpoint folder that provides the tokenizer
+    and initial parameters (of the model that decode.py uses); '': train from scratch."""
+    freeze: Changeable[tuple[str, ...]] = ()
+    """Fine-tuning: glob patterns of names of parameters that are not trained, such as 'encoder.*'
+    or '*embedding.matrix'; * also matches dots."""
     log_every: Free[Positive] = 50
     """Number of steps between entries in metrics.jsonl and TensorBoard."""
     eval_every: Free[Positive] = 1000
@@ -523,6 +536,7 @@ class TrainingConfig(Section, prefix="training."):
     TensorBoard to profile/ in the work directory; '': no profile."""
 
     def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
         span = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "0:1")
         yield (
             "profile",
@@ -533,11 +547,6 @@ class TrainingConfig(Section, prefix="training."):
             "average",
             self.average == "auto" or self.average <= self.keep_checkpoints,
             f"at most training.keep_checkpoints = {self.keep_checkpoints}",
-        )
-        yield (
-            "simcut",
-            not self.simcut or not self.r_drop,
-            "0, because training.r_drop is above 0",
         )
         yield (
             "select_by",

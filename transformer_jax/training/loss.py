@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy in chunks, so that all logits are never stored; guided alignment."""
+"""Label-smoothed cross-entropy in chunks, so that all logits are never stored."""
 
 from __future__ import annotations
 
@@ -97,19 +97,6 @@ def smoothed_cross_entropy(
     dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
     settings = _Settings(label_smoothing, pad_id, MAX_LOGITS, dtype, mesh, passes, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
-
-
-@checked
-def alignment_cross_entropy(weights_BTS: Array, links_BT: Array) -> Array:
-    """Return the sum of -log(weight) over the links (guided alignment, Garg et al. 2019).
-
-    Args:
-      weights_BTS: attention weights, float32.
-      links_BT: source position, counted from 1, that each target token links to; 0: none.
-    """
-    linked_BTS = jax.nn.one_hot(links_BT - 1, weights_BTS.shape[2], dtype=bool)
-    # far below any weight that matters; the gradient of log(0) would be NaN
-    return -jnp.where(linked_BTS, jnp.log(jnp.maximum(weights_BTS, 1e-30)), 0).sum()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -267,7 +254,8 @@ def _from_logits(
         # The barrier makes XLA recompute exponentials instead of storing them in twice the memory
         # of the logits.
         log_probs_LV = logits_LV - jax.lax.optimization_barrier(log_total_L)[:, None]
-        kl_L, d_kl_LV = _divergence(settings, log_probs_LV, probs_LV)
+        sum_over_vocab = partial(settings.over_vocab, jax.lax.psum)
+        kl_L, d_kl_LV = settings.passes.divergence(log_probs_LV, probs_LV, sum_over_vocab)
         weight_L = jnp.repeat(jnp.array(settings.passes.cross_entropy_weights), len(kl_L) // 2)
         loss_L = weight_L * loss_L + kl_L
         d_logits_LV = weight_L[:, None] * d_logits_LV + d_kl_LV
@@ -315,22 +303,3 @@ def _max_and_sum_of_exp(x_LV: Array) -> tuple[Array, Array]:
     top = reduce(jnp.maximum, neighbors, lowest)
     total = sum(jnp.exp(x - top) for x in neighbors)
     return jax.lax.reduce((top, total), (lowest, jnp.float32(0)), join, (1,))
-
-
-def _divergence(settings: _Settings, log_probs_LV: Array, probs_LV: Array) -> tuple[Array, Array]:
-    """Return the weighted KL divergence of each row, and the sum's gradient with respect to the
-    logits.
-
-    The first half of the rows holds p and gives KL(p, q); the second half holds q and gives
-    KL(q, p).
-    """
-    assert settings.passes is not None
-    weights_P11 = jnp.array(settings.passes.divergence_weights)[:, None, None]
-    log_probs_PLV = log_probs_LV.reshape(2, -1, log_probs_LV.shape[-1])
-    probs_PLV = probs_LV.reshape(log_probs_PLV.shape)
-    ratio_PLV = log_probs_PLV - log_probs_PLV[::-1]
-    kl_PL = (jnp.exp(log_probs_PLV) * ratio_PLV).sum(axis=-1)
-    kl_PL = settings.over_vocab(jax.lax.psum, kl_PL)
-    gradient_PLV = weights_P11 * probs_PLV * (ratio_PLV - kl_PL[..., None])
-    gradient_PLV += weights_P11[::-1] * (probs_PLV - probs_PLV[::-1])
-    return (weights_P11[..., 0] * kl_PL).reshape(-1), gradient_PLV.reshape(log_probs_LV.shape)

@@ -22,20 +22,13 @@ from transformer_jax.devices.sharding import (
     reduce_scattered,
     replicated,
     state_shardings,
-    unshard_embeddings,
 )
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
-from transformer_jax.settings.config import Config, ModelConfig, OptimizerConfig
-from transformer_jax.training.loss import (
-    LossSums,
-    alignment_cross_entropy,
-    smoothed_cross_entropy,
-)
+from transformer_jax.settings.config import Config, LossSettings, ModelConfig, OptimizerConfig
+from transformer_jax.training.loss import LossSums
+from transformer_jax.training.objective import Parameters, loss_and_sums
 from transformer_jax.training.optimizer import keep_frozen, learning_rate_schedule, make_optimizer
-from transformer_jax.training.two_passes import TwoPasses, cut_tokens, repeat_rows, two_passes
-
-Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_dict
 
 
 @struct.dataclass
@@ -86,10 +79,8 @@ class StepConfig(NamedTuple):
     model: ModelConfig
     optimizer: OptimizerConfig
     steps: int  # end of the learning-rate schedule; 0 if it has none
-    label_smoothing: float
-    passes: TwoPasses | None = None
+    loss: LossSettings
     freeze: tuple[str, ...] = ()
-    guided_alignment: float = 0.0
 
 
 class StepFunctions(NamedTuple):
@@ -114,10 +105,8 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
         config.model,
         optimizer,
         steps,
-        training.label_smoothing,
-        two_passes(training),
+        training.part(LossSettings),
         training.freeze,
-        training.guided_alignment,
     )
     functions = shared_functions(settings, mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
@@ -136,7 +125,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
 
     def eval_step(parameters: Parameters, batch: Batch) -> LossSums:
         parameters = all_gathered(parameters, mesh, compute_dtype(config.model))
-        return loss_and_sums(parameters, batch, None, config=config, mesh=mesh)[1]
+        return objective(parameters, batch, None, config=config, mesh=mesh)[1]
 
     return StepFunctions(
         init=init,
@@ -207,7 +196,7 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Run one training step. Skips the update if the loss or gradient is not finite."""
     dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
-    loss = jax.grad(partial(loss_and_sums, config=config, mesh=mesh), has_aux=True)
+    loss = jax.grad(partial(objective, config=config, mesh=mesh), has_aux=True)
 
     def gradient(*inputs: Any) -> tuple[Parameters, LossSums]:
         grads, sums = loss(*inputs)
@@ -256,7 +245,7 @@ def train_step(
     )
 
 
-def loss_and_sums(
+def objective(
     parameters: Parameters,
     batch: Batch,
     dropout_key: Array | None,
@@ -264,50 +253,12 @@ def loss_and_sums(
     config: StepConfig,
     mesh: Mesh,
 ) -> tuple[Array, LossSums]:
-    """Compute a batch's total loss and its sums. Without a key, dropout, R-Drop and SimCut are
-    off.
-    """
+    """Compute a batch's total loss and its sums. Frozen parameters have no gradient."""
     if config.freeze:  # so XLA does not compute their gradients
         parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
-    graph = abstract_model(config.model).graph
-    passes = None if dropout_key is None else config.passes
-    cut_BS = cut_BT = None
-    if passes:
-        batch = jax.tree.map(repeat_rows, batch)
-    if dropout_key is not None and passes and passes.method == "simcut":
-        dropout_key, source_key, target_key = jax.random.split(dropout_key, 3)
-        cut_BS = cut_tokens(batch.source_BS, passes.cut_rate, source_key, config.model)
-        cut_BT = cut_tokens(batch.target_BT, passes.cut_rate, target_key, config.model)
-    # A tied matrix is used twice. With this constraint, each device adds the gradients of both uses
-    # before XLA sums over devices. Otherwise, XLA would sum each gradient over devices separately.
-    model = nnx.merge(graph, unshard_embeddings(parameters, mesh))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot shard
-        hidden_BTD, weights_BTS = model.hidden_and_alignment(
-            batch.source_BS,
-            batch.target_BT,
-            with_alignment=batch.links_BT is not None,
-            source_segments_BS=batch.source_segments_BS,
-            target_segments_BT=batch.target_segments_BT,
-            cut_BS=cut_BS,
-            cut_BT=cut_BT,
-            dropout_key=dropout_key,
-        )
-    sums = smoothed_cross_entropy(
-        hidden_BTD.astype(compute_dtype(config.model)),
-        nnx.merge(graph, parameters).output_matrix_VD,
-        batch.target_BT,
-        label_smoothing=config.label_smoothing,
-        pad_id=config.model.pad_id,
-        bias_V=model.output_bias_V,
-        mesh=mesh,
-        passes=passes,
+    return loss_and_sums(
+        parameters, batch, dropout_key, config=config.model, settings=config.loss, mesh=mesh
     )
-    if batch.links_BT is not None:
-        links = alignment_cross_entropy(weights_BTS, batch.links_BT)
-        sums = sums._replace(loss=sums.loss + config.guided_alignment * links)
-    if passes:
-        sums = jax.tree.map(lambda x: x / 2, sums)
-    return sums.loss, sums
 
 
 def accumulated_gradients(

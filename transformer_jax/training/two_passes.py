@@ -1,17 +1,22 @@
 """R-Drop and SimCut: each sentence pair passes through the model twice, and the loss includes the
-divergence of the two predictions.
+divergence of the two predictions. All that is special about the two methods is here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from transformer_jax.data.batching import Batch
 from transformer_jax.model.dropout import keep_mask
-from transformer_jax.settings.config import ModelConfig, TrainingConfig
+from transformer_jax.settings.config import LossSettings, ModelConfig
+
+CUT_ID = -1
+"""Token id of a cut token, whose embedding is zero (``Embedding.zero_id``)."""
 
 
 class TwoPasses(NamedTuple):
@@ -38,13 +43,44 @@ class TwoPasses(NamedTuple):
             return (self.alpha / 2, self.alpha / 2)
         return (2 * self.alpha, 0)
 
+    def inputs(self, batch: Batch, dropout_key: Array, config: ModelConfig) -> tuple[Batch, Array]:
+        """Return what the model reads for a batch of repeated rows, and the key for dropout."""
+        if self.method == "r_drop":
+            return batch, dropout_key
+        dropout_key, source_key, target_key = jax.random.split(dropout_key, 3)
+        is_cut_BS = cut_tokens(batch.source_BS, self.cut_rate, source_key, config)
+        is_cut_BT = cut_tokens(batch.target_BT, self.cut_rate, target_key, config)
+        cut = batch._replace(
+            source_BS=jnp.where(is_cut_BS, CUT_ID, batch.source_BS),
+            target_BT=jnp.where(is_cut_BT, CUT_ID, batch.target_BT),
+        )
+        return cut, dropout_key
 
-def two_passes(training: TrainingConfig) -> TwoPasses | None:
+    def divergence(
+        self, log_probs_LV: Array, probs_LV: Array, sum_over_vocab: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
+        """Return the weighted KL divergence of each row, and the sum's gradient with respect to the
+        logits.
+
+        The first half of the rows holds p and gives KL(p, q); the second half holds q and gives
+        KL(q, p). ``sum_over_vocab`` adds the sums of devices that shard the vocabulary.
+        """
+        weights_P11 = jnp.array(self.divergence_weights)[:, None, None]
+        log_probs_PLV = log_probs_LV.reshape(2, -1, log_probs_LV.shape[-1])
+        probs_PLV = probs_LV.reshape(log_probs_PLV.shape)
+        ratio_PLV = log_probs_PLV - log_probs_PLV[::-1]
+        kl_PL = sum_over_vocab((jnp.exp(log_probs_PLV) * ratio_PLV).sum(axis=-1))
+        gradient_PLV = weights_P11 * probs_PLV * (ratio_PLV - kl_PL[..., None])
+        gradient_PLV += weights_P11[::-1] * (probs_PLV - probs_PLV[::-1])
+        return (weights_P11[..., 0] * kl_PL).reshape(-1), gradient_PLV.reshape(log_probs_LV.shape)
+
+
+def two_passes(settings: LossSettings) -> TwoPasses | None:
     """Return the method that the settings turn on, if any."""
-    if training.r_drop:
-        return TwoPasses("r_drop", training.r_drop)
-    if training.simcut:
-        return TwoPasses("simcut", training.simcut, training.simcut_rate)
+    if settings.r_drop:
+        return TwoPasses("r_drop", settings.r_drop)
+    if settings.simcut:
+        return TwoPasses("simcut", settings.simcut, settings.simcut_rate)
     return None
 
 
