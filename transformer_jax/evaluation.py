@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sacrebleu.metrics import BLEU, CHRF
@@ -51,6 +51,15 @@ def evaluate(
     chrf_score = chrf(hypotheses, references)
     matches = sum(hypothesis == reference for hypothesis, reference in zip(hypotheses, references))
     return Evaluation(bleu_score, chrf_score, matches / len(references))
+
+
+METRICS: dict[str, Callable[..., CorpusScore]] = {
+    "bleu": lambda hypotheses, references, tokenize: bleu(
+        hypotheses, references, tokenize=tokenize
+    ),
+}
+"""Metrics of the dev set's translations during training, by their names in
+``training.select_by``."""
 
 
 def bleu(

@@ -26,7 +26,7 @@ from transformer_jax.runs.checkpoints import Checkpoints
 from transformer_jax.runs.manifest import Manifest
 from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.changes import differences_on_resume
-from transformer_jax.settings.config import Config
+from transformer_jax.settings.config import Config, TrainingConfig
 from transformer_jax.settings.config_files import flatten
 from transformer_jax.storage import files as storage
 from transformer_jax.training import __main__ as program
@@ -360,13 +360,13 @@ def test_entries_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     given = [("start", 0), ("train", 2), ("dev", 2), ("train", 4), ("dev", 4), ("train", 5)]
     lines = [json.dumps({"kind": kind, "step": step}) + "\n" for kind, step in given]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"kind": "train", "st')
-    Reporter(tmp_path, steps=9, start_step=4).close()
+    Reporter(tmp_path, Config(training=TrainingConfig(steps=9)), start_step=4).close()
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(entry["kind"], entry["step"]) for entry in kept] == given[:4]
 
 
 def test_an_entry_is_readable_at_once_and_has_the_time(tmp_path: Path) -> None:
-    reporter = Reporter(tmp_path, steps=9, start_step=0)
+    reporter = Reporter(tmp_path, Config(training=TrainingConfig(steps=9)), start_step=0)
     before = time.time()
     reporter.write("train", 3, {"loss": math.inf, "names": ["a"], "nll": 0.5})
     [entry] = entries(tmp_path)
@@ -379,7 +379,7 @@ def test_only_the_first_process_writes_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("transformer_jax.training.reporting.is_first", lambda: False)
-    reporter = Reporter(tmp_path, steps=9, start_step=0)
+    reporter = Reporter(tmp_path, Config(training=TrainingConfig(steps=9)), start_step=0)
     reporter.write("train", 3, {"loss": 1.0})
     reporter.say("hello")
     reporter.close()

@@ -15,6 +15,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from transformer_jax.runs.progress import Progress
+from transformer_jax.settings.config import Config, TrainingConfig
 from transformer_jax.storage import files as storage
 from transformer_jax.training import metrics
 from transformer_jax.training.loss import LossSums
@@ -70,7 +71,7 @@ def test_an_entry_has_the_averages_since_the_last_entry(
 
 
 def test_tensorboard_curves(tmp_path: Path) -> None:
-    reporter = Reporter(tmp_path, steps=9, start_step=3)
+    reporter = Reporter(tmp_path, Config(training=TrainingConfig(steps=9)), start_step=3)
     reporter.write("dev", 4, {"loss": 0.5, "bleu": 12, "note": "text", "nothing": float("nan")})
     version, start, entry = events(tmp_path)  # before close(), because training can take days
     reporter.close()
@@ -98,7 +99,7 @@ def test_corrupt_lines_are_dropped_and_counted(
     """Except for the last line, which is truncated if the process is killed."""
     line = b'{"kind": "train", "step": 1}\n'
     (tmp_path / "metrics.jsonl").write_bytes(line + b"".join(corrupt) + line + b'{"kind": "tr')
-    Reporter(tmp_path, steps=9, start_step=3).close()
+    Reporter(tmp_path, Config(training=TrainingConfig(steps=9)), start_step=3).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == 2 * line
     assert (f"Dropped {count} unreadable lines" in caplog.text) == (count > 0)
 
@@ -106,7 +107,7 @@ def test_corrupt_lines_are_dropped_and_counted(
 def test_a_full_disk_loses_entries_but_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    reporter = Reporter(tmp_path, steps=200, start_step=0)
+    reporter = Reporter(tmp_path, Config(training=TrainingConfig(steps=200)), start_step=0)
     with monkeypatch.context() as patch:
 
         def full(self: EventsWriter) -> None:
@@ -138,7 +139,7 @@ def test_messages_that_cannot_be_written_do_not_end_the_run(
             return terminal
 
     monkeypatch.setattr("sys.stderr", error and Broken())
-    reporter = Reporter(tmp_path, steps=9, start_step=0)
+    reporter = Reporter(tmp_path, Config(training=TrainingConfig(steps=9)), start_step=0)
     reporter.say("hello")
     reporter.show(status="a status")
     reporter.write("train", 1, {"loss": 1.0})

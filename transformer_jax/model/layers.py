@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.matmul import activation_dtype, compute_dtype
 from transformer_jax.model.norms import Norm, Residual
-from transformer_jax.model.positions import RelativeBias, sinusoidal_positions, upper_bound
+from transformer_jax.model.positions import RelativeBias, added_positions
 from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
 
@@ -77,33 +76,15 @@ class Embedding(nnx.Module):
             x_BLD = jnp.where(tokens_BL[..., None] == self.zero_id, 0, x_BLD)
         if config.embedding_scale != "none":
             x_BLD = x_BLD * config.d_model**0.5
-        if config.positions != "relative":
+        learned_LD = None if self.position_matrix is None else self.position_matrix[...]
+        table_LD = added_positions(config, num_positions, learned_LD)
+        if table_LD is not None:
             # Padding at the end of a packed row can be longer than any sentence. Its positions are
             # clipped, because NaN would spread even if masked.
-            table_LD = self._positions(num_positions)
             x_BLD += jnp.take(table_LD, positions_BL, axis=0, mode="clip")
         if self.norm is not None:
             x_BLD = self.norm(x_BLD)
         return x_BLD.astype(activation_dtype(config))
-
-    def _positions(self, length: int) -> Array:
-        """Return the positional encodings of the first ``length`` positions, or of more."""
-        config = self.config
-        offset = config.position_offset
-        if config.positions == "interleaved" or config.positions == "tensor2tensor":
-            rows = upper_bound(length) + offset
-            table_LD = sinusoidal_positions(rows, config.d_model, config.positions)
-            return jnp.asarray(table_LD[offset:])
-        if upper_bound(length, config.max_positions) > config.max_positions:
-            raise UserError(
-                f"A sequence has {length} positions; expected at most {config.max_positions}, the "
-                "number of learned positions (model.max_positions)."
-            )
-        assert self.position_matrix is not None
-        learned_LD = self.position_matrix[...][offset:]
-        if config.embedding_scale == "all":
-            learned_LD = learned_LD * config.d_model**0.5
-        return learned_LD
 
 
 def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,34 @@ def upper_bound(length: Any, limit: int = 2**16) -> int:
         f"The length {length} has no upper bound, but the table of positions needs one; expected a "
         f"constraint, such as jax.export.symbolic_shape(..., constraints=['{length} <= {limit}'])."
     )
+
+
+def added_positions(config: ModelConfig, length: int, learned_LD: Array | None) -> Array | None:
+    """Return the positional encodings of the first ``length`` positions (or of more), which are
+    added to embeddings. None: the scheme ``config.positions`` adds none.
+
+    ``learned_LD`` is the matrix of learned positions. Raises ``UserError`` if it is too short.
+    """
+    offset = config.position_offset
+    match config.positions:
+        case "interleaved" | "tensor2tensor":
+            rows = upper_bound(length) + offset
+            table_LD = sinusoidal_positions(rows, config.d_model, config.positions)
+            return jnp.asarray(table_LD[offset:])
+        case "learned":
+            if upper_bound(length, config.max_positions) > config.max_positions:
+                raise UserError(
+                    f"A sequence has {length} positions; expected at most {config.max_positions}, "
+                    "the number of learned positions (model.max_positions)."
+                )
+            assert learned_LD is not None
+            learned_LD = learned_LD[offset:]
+            if config.embedding_scale == "all":
+                learned_LD = learned_LD * config.d_model**0.5
+            return learned_LD
+        case "relative":  # see ``RelativeBias``
+            return None
+    assert_never(config.positions)
 
 
 class RelativeBias(nnx.Module):

@@ -42,8 +42,8 @@ class Progress:
 
     def record_evaluation(self, figures: dict[str, Any], select_by: str, *, step: int) -> None:
         """Record an evaluation's metrics. ``training.select_by`` decides whether it is the best."""
-        name = "dev_bleu" if select_by == "bleu" else "dev_loss"
-        sign = 1 if select_by == "bleu" else -1
+        name = f"dev_{select_by}"
+        sign = -1 if select_by == "loss" else 1
         if sign * figures[name] > sign * self.best.get(name, -sign * math.inf):
             self.best_step = step
             self.best = figures

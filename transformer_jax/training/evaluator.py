@@ -16,7 +16,7 @@ from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.loader import load_batches, to_global_arrays
 from transformer_jax.devices.distributed import allgather
 from transformer_jax.devices.sharding import batch_sharding, replicated
-from transformer_jax.evaluation import Evaluation, bleu, evaluate
+from transformer_jax.evaluation import METRICS, Evaluation, evaluate
 from transformer_jax.settings.config import BatchConfig
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.metrics import means
@@ -66,8 +66,10 @@ class Evaluator:
         if not (pairs := self._run.pairs["dev"]):
             return figures, ""
         translations = self._translate(parameters, pairs)
-        tokenize = self._training.bleu_tokenize
-        figures["dev_bleu"] = bleu(translations, [y for _, y in pairs], tokenize=tokenize).value
+        references = [target for _, target in pairs]
+        for name, metric in METRICS.items():
+            score = metric(translations, references, self._training.bleu_tokenize)
+            figures[f"dev_{name}"] = score.value
         lines = zip(("source", "reference", "translation"), (*pairs[0], translations[0]))
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
 

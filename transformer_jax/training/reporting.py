@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,40 @@ from rich.progress import Progress as ProgressBar
 
 from transformer_jax.devices.distributed import is_first
 from transformer_jax.errors import LossyStream, UserError, one_line
+from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import parse_object, write_atomically
 
 logger = logging.getLogger(__name__)
 
 
-class Reporter:
-    """Writer of metrics.jsonl, TensorBoard logs and terminal output, in the first process only."""
+class MetricsLog(ABC):
+    """A place to which metrics are written. ``Reporter`` writes to each class in ``_LOGS``."""
 
-    def __init__(self, folder: Path, *, steps: int, start_step: int):
-        """Open the log files in ``folder``.
+    @abstractmethod
+    def __init__(self, folder: Path, config: Config, start_step: int):
+        """Open the log of a run that continues from ``start_step``. ``folder`` is for files.
 
-        Drops the entries that an interrupted run wrote after ``start_step``: this run will write
-        them again.
+        Drops the entries that an interrupted run wrote after that step: this run will write them
+        again.
         """
-        self._logs: list[Any] = []
+
+    @abstractmethod
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """Write an entry. NaN and infinity are None in ``values``. Raises ``OSError``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the log."""
+
+
+class Reporter:
+    """Writer of metrics and terminal output, in the first process only."""
+
+    def __init__(self, folder: Path, config: Config, *, start_step: int):
+        """Open the logs, with files in ``folder``, of a run that continues from ``start_step``."""
+        self._logs: list[MetricsLog] = []
         if is_first():
-            path = folder / "metrics.jsonl"
-            _truncate(path, start_step)
-            board = _Board(folder / "tensorboard", purge_step=start_step + 1)
-            self._logs = [path.open("a", encoding="utf-8"), board]
+            self._logs = [log(folder, config, start_step) for log in _LOGS]
         self._failed = False
         file: Any = sys.stderr and LossyStream(sys.stderr)
         self._console = Console(file=file, highlight=False, soft_wrap=True, quiet=not is_first())
@@ -48,12 +63,14 @@ class Reporter:
             console=self._console,
             disable=not (is_first() and self._console.is_terminal),
         )
-        self._task = self._bar.add_task("", total=steps, completed=start_step, status="")
+        self._task = self._bar.add_task(
+            "", total=config.training.steps, completed=start_step, status=""
+        )
         self._bar.start()
         self._console.show_cursor()  # a second Ctrl-C would leave it hidden
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write a line to metrics.jsonl, and its numbers to TensorBoard.
+        """Write an entry to each log.
 
         NaN and infinity become null. If the disk is full, entries are lost but the run continues.
         """
@@ -61,14 +78,9 @@ class Reporter:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
-        entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite}
-        if not self._logs:
-            return
-        file, board = self._logs
         try:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            board.write(step, kind, finite)
+            for log in self._logs:
+                log.write(step, kind, finite)
         except OSError as error:
             if not self._failed:
                 self.say(f"Metrics cannot be written: {one_line(error)}")
@@ -107,30 +119,50 @@ class Reporter:
         self._console.print(text, markup=False)
 
     def close(self) -> None:
-        """Close the file and release the terminal."""
+        """Close the logs and release the terminal."""
         self._bar.stop()
-        for file in self._logs:
+        for log in self._logs:
             with suppress(OSError):
-                file.close()
+                log.close()
 
 
-class _Board:
-    """TensorBoard event file.
+class _MetricsFile(MetricsLog):
+    """metrics.jsonl."""
+
+    def __init__(self, folder: Path, config: Config, start_step: int):
+        path = folder / "metrics.jsonl"
+        _truncate(path, start_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoard(MetricsLog):
+    """TensorBoard event file, which has the numbers only. TensorBoard hides events of the earlier
+    run after ``start_step``.
 
     tensorboardX's ``SummaryWriter`` is not used, because its thread dies on the first disk error
     and later writes block forever.
     """
 
-    def __init__(self, folder: Path, *, purge_step: int):
-        """Create the file, and make TensorBoard hide older events from ``purge_step`` on."""
+    def __init__(self, folder: Path, config: Config, start_step: int):
         from tensorboardX.event_file_writer import EventsWriter  # imports PyTorch if installed
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+        folder = folder / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         self._new_event = Event
         self._writer = EventsWriter(str(folder / "events"))
         start = SessionLog(status=SessionLog.START)
-        self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        self._writer.write_event(
+            Event(wall_time=time.time(), step=start_step + 1, session_log=start)
+        )
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         event = self._new_event(wall_time=time.time(), step=step)
@@ -142,6 +174,9 @@ class _Board:
 
     def close(self) -> None:
         self._writer.close()
+
+
+_LOGS: tuple[type[MetricsLog], ...] = (_MetricsFile, _TensorBoard)
 
 
 def _truncate(path: Path, last_step: int) -> None:

@@ -1,4 +1,4 @@
-"""Signal handling: SIGTERM and Ctrl-C set a flag that training polls."""
+"""Signal handling: the signals in ``STOPPING`` set a flag that training polls."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run early, after it has saved its state."""
+
 
 class Signals:
-    """Signal handlers. SIGTERM and the first Ctrl-C set ``received``; a second Ctrl-C exits.
+    """Signal handlers. The first of ``STOPPING`` sets ``received``; a Ctrl-C after it exits.
 
     Handlers do not raise exceptions, because an exception in a callback of JAX or of the garbage
     collector would be swallowed.
@@ -24,11 +27,12 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        # Only the main thread can set handlers. With several processes, JAX's runtime handles
-        # SIGTERM and notifies all processes.
+        # Only the main thread can set handlers.
         if threading.current_thread() is threading.main_thread():
-            numbers = [signal.SIGINT, *([signal.SIGTERM] if jax.process_count() == 1 else [])]
-            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+            for number in STOPPING:
+                # With several processes, JAX's runtime handles SIGTERM and notifies all processes.
+                if jax.process_count() == 1 or number != signal.SIGTERM:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
