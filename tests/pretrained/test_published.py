@@ -26,6 +26,7 @@ from transformer_jax import Engine, Sentence, UserError
 from transformer_jax.pretrained.__main__ import main
 from transformer_jax.pretrained.config_file import read_config
 from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.files import read_files
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.loading import import_huggingface, pretrained_workdir
 from transformer_jax.settings.config import DecodingConfig
@@ -104,7 +105,7 @@ def test_absent_fields_have_the_defaults_of_the_class(
         (folder / "config.json").write_text(whole)
         changed(folder, **dict.fromkeys([*absent, *required], ...))
         theirs = transformers.AutoConfig.from_pretrained(folder)
-        fields = read_config(folder).fields
+        fields = read_config(read_files(folder)).fields
         for name in absent:
             expected = getattr(theirs, name, None)
             if name == "num_decoder_layers":  # transformers has the number already

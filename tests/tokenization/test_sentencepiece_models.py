@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.errors import UserError
+from transformer_jax.tokenization.segmenters import model_proto
 from transformer_jax.tokenization.special_ids import EOS_ID, UNK_ID
 from transformer_jax.tokenization.subword_model import SubwordModel
-from transformer_jax.tokenization.subword_sampling import BpeDropout, model_proto
+from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.vocabulary import Vocabulary
 from transformer_jax.translation.segments import cut

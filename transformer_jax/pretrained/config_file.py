@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.pretrained.families import FAMILIES, Family
-from transformer_jax.pretrained.files import read_json
+from transformer_jax.pretrained.files import JsonFiles
 from transformer_jax.pretrained.search_settings import IN_CONFIG
 
 # Fields whose types are checked; the other fields of ``Family.fields`` are numbers.
@@ -31,7 +32,8 @@ class SpecialIds(NamedTuple):
     decoder_start: int
 
 
-class PretrainedConfig(NamedTuple):
+@dataclass(frozen=True)
+class PretrainedConfig:
     """The settings of a folder."""
 
     model_type: str
@@ -56,9 +58,10 @@ class PretrainedConfig(NamedTuple):
         name = "share_encoder_decoder_embeddings"
         return not self.family.separate or self.fields.get(name) is not False
 
-    def special_ids(self) -> SpecialIds:
-        """Return the ids that transformers uses. Those of generation_config.json, as ``generate``
-        uses them, come first.
+    @cached_property
+    def special(self) -> SpecialIds:
+        """The ids that transformers uses. Those of generation_config.json, as ``generate`` uses
+        them, come first.
 
         Raises ``UserError`` if they are missing or impossible.
         """
@@ -106,19 +109,13 @@ class PretrainedConfig(NamedTuple):
         return SpecialIds(pad_id, bos if is_usable else None, eos, start)
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """Read a folder's config.json and generation_config.json.
+def read_config(files: JsonFiles) -> PretrainedConfig:
+    """Return the settings in config.json and generation_config.json.
 
-    Raises ``UserError`` for a missing or corrupt file, and an unknown class or type of a field.
+    Raises ``UserError`` for an unknown class and a field of another type or size.
     """
-    file = folder / "config.json"
-    if not file.exists() and (folder / "adapter_config.json").exists():
-        raise UserError(
-            f"{str(folder)!r} is an adapter (such as LoRA) of another model; expected a whole "
-            "model. Merge it in transformers with peft: model.merge_and_unload(), then "
-            "save_pretrained(FOLDER)."
-        )
-    content = read_json(file)
+    file = files.folder / "config.json"
+    content = files["config.json"]
     model_type = content.get("model_type")
     if str(model_type) not in FAMILIES:
         raise UserError(
@@ -132,7 +129,7 @@ def read_config(folder: Path) -> PretrainedConfig:
             "the model that it was quantized from."
         )
     names = [name for name in ("vocab_size", *family.fields) if name in content]
-    content = read_json(file, {name: _TYPES.get(name, int | float) for name in names})
+    files.check("config.json", {name: _TYPES.get(name, int | float) for name in names})
     fields = {**family.defaults, **content}
     for name in ("vocab_size", "decoder_vocab_size"):
         size = fields.get(name)
@@ -142,8 +139,8 @@ def read_config(folder: Path) -> PretrainedConfig:
                 f"embedding matrix, 4 to {_MAX_VOCABULARY}. Use the config.json that belongs to "
                 "the weights."
             )
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file, missing_ok=True)
+    generation_file = files.folder / "generation_config.json"
+    generation = files["generation_config.json"]
     if not generation:
         generation_file = file
         generation = {name: value for name, value in content.items() if IN_CONFIG.search(name)}
@@ -153,9 +150,3 @@ def read_config(folder: Path) -> PretrainedConfig:
 def _single(eos: Any) -> Any:
     """Return the only id of a list."""
     return eos[0] if isinstance(eos, list) and len(eos) == 1 else eos
-
-
-def language_code(pattern: str, token: str) -> str:
-    """Return the language code of a token that matches ``Family.languages``, or ""."""
-    match = re.fullmatch(pattern, token)
-    return match[match.lastindex or 0] if match else ""

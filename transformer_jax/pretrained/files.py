@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import numpy as np
 from safetensors import safe_open
 
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.storage.files import parse_object
+from transformer_jax.storage.files import check_types, parse_object
 
 # Names in safetensors files.
 _DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": jnp.bfloat16}
@@ -54,7 +53,7 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArra
         )
     names = [whole.name]
     if index.exists() and not whole.exists():
-        table = read_json(index, {"weight_map": dict})["weight_map"]
+        table = _read_json(index, weight_map=dict)["weight_map"]
         names = sorted({str(name) for name in table.values()})
     tensors: dict[str, LazyArray] = {}
     for name in names:
@@ -115,7 +114,49 @@ def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:
     return LazyArray(tuple(place["shape"]), read)
 
 
-def check_files(folder: Path) -> None:
+class JsonFiles(dict[str, dict[str, Any]]):
+    """JSON objects in a folder, by file name. Each file is read once, when it is first needed.
+
+    A missing file is an empty object.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        file = self.folder / name
+        self[name] = _read_json(file) if file.exists() else {}
+        return self[name]
+
+    def check(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Raise ``UserError`` unless a file has ``fields`` of these types."""
+        file = self.folder / name
+        if fields and not file.exists():
+            raise not_read(file, FileNotFoundError("it is missing"))
+        try:
+            check_types(self[name], name, fields)
+        except UserError as error:
+            raise not_read(file, error) from None
+
+
+def read_files(folder: Path) -> JsonFiles:
+    """Open the folder of a pretrained model.
+
+    Raises ``UserError`` if it has no config.json, or links and pipes among its files.
+    """
+    _check_files(folder)
+    files = JsonFiles(folder)
+    if not (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{str(folder)!r} is an adapter (such as LoRA) of another model; expected a whole "
+            "model. Merge it in transformers with peft: model.merge_and_unload(), then "
+            "save_pretrained(FOLDER)."
+        )
+    files["config.json"] = _read_json(folder / "config.json")
+    return files
+
+
+def _check_files(folder: Path) -> None:
     """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache, for
     a broken link, and for anything but files and folders, such as a pipe.
     """
@@ -140,12 +181,7 @@ def _outside(file: Path) -> UserError:
     )
 
 
-def read_json(
-    file: Path, fields: Mapping[str, Any] = MappingProxyType({}), *, missing_ok: bool = False
-) -> dict[str, Any]:
-    """Read a JSON object with ``fields`` of these types. Raises ``UserError``."""
-    if missing_ok and not file.exists():
-        return {}
+def _read_json(file: Path, **fields: Any) -> dict[str, Any]:
     try:
         return parse_object(file.read_bytes(), file.name, **fields)
     except (OSError, UserError) as error:

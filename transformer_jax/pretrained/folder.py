@@ -18,9 +18,9 @@ from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.pretrained.config_file import read_config
 from transformer_jax.pretrained.families import ACTIVATIONS
-from transformer_jax.pretrained.files import LazyArray, check_files, open_tensors, read_json
+from transformer_jax.pretrained.files import LazyArray, open_tensors, read_files
 from transformer_jax.pretrained.search_settings import from_transformers
-from transformer_jax.pretrained.tokenizer_files import make_sides, read_languages, read_tokenizer
+from transformer_jax.pretrained.tokenizer_files import PretrainedTokenizer
 from transformer_jax.pretrained.weights import (
     from_library,
     plain_weights,
@@ -64,9 +64,9 @@ class Pretrained:
         allow_pickle: bool = False,
         languages: tuple[str, str] = ("", ""),
     ) -> None:
-        check_files(folder)
         self.folder = folder
-        self.config_file = read_config(folder)
+        self._files = read_files(folder)
+        self.config_file = read_config(self._files)
         self.model_type = self.config_file.model_type
         self.family = self.config_file.family
         self._allow_pickle = allow_pickle
@@ -76,14 +76,13 @@ class Pretrained:
         if str(self.config_file.fields.get("feed_forward_proj")).startswith("gated"):
             names = {name: foreign.replace(".wi.", ".wi_1.") for name, foreign in names.items()}
         self.library = self.family.library._replace(names=names)
-        self.special_ids = self.config_file.special_ids()
-        self._tokenizer_files = read_tokenizer(folder, self.config_file)
-        of_files = read_languages(folder, self._tokenizer_files, self.config_file, self.special_ids)
+        self.special_ids = self.config_file.special
+        self._tokenizer = PretrainedTokenizer(self._files, self.config_file)
         self._changes: dict[str, dict[str, Any]] = {}  # fields of files that an export changes
-        self.languages = of_files
+        of_files = self._tokenizer.languages()
         if of_files.layout == "start":
             self.languages = self._choose_pair(of_files, languages)
-        elif any(languages):
+        else:
             self.languages = of_files.with_defaults(*languages)
 
     @cached_property
@@ -122,7 +121,7 @@ class Pretrained:
             fields["tie_embeddings"] = "all" if tied else "embeddings"
         else:
             fields["tie_embeddings"] = "target" if tied else "none"
-        has_one_vocabulary = len(self._tokenizer_files.ids) == 1
+        has_one_vocabulary = len(self._tokenizer.ids) == 1
         return ModelConfig(
             **fields,
             vocab_size=self.config_file.vocab_size,
@@ -213,12 +212,12 @@ class Pretrained:
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Its ids are those of transformers."""
-        sides = make_sides(self._tokenizer_files, self.config_file, self.special_ids)
+        sides = self._tokenizer.sides()
         return Tokenizer(sides[0], sides[-1], languages=self.languages, pretrained=self._archive())
 
     def _choose_pair(self, of_files: Languages, languages: tuple[str, str]) -> Languages:
         """Fix source and target language of a model that starts with the target's."""
-        ids = self._tokenizer_files.ids[-1]
+        ids = self._tokenizer.ids[-1]
         start = self.special_ids.decoder_start
         started = [token for token in of_files.tokens.values() if ids[token] == start]
         defaults = of_files.source, [*started, of_files.target][0]
@@ -247,7 +246,7 @@ class Pretrained:
 
     def config(self, model: ModelConfig) -> Config:
         """Return settings for decoding and for fine-tuning."""
-        ids = self._tokenizer_files.ids[-1]
+        ids = self._tokenizer.ids[-1]
         tokens = {i: token for token, i in ids.items() if i != model.pad_id}  # PAD never is
         decoding = from_transformers(
             self.config_file.generation,
@@ -259,7 +258,7 @@ class Pretrained:
         foreign = self.config_file.fields
         longest = foreign.get("max_position_embeddings") or foreign.get("n_positions") or 512
         limit = min(longest, model.position_limit, 256)
-        has_one_vocabulary = len(self._tokenizer_files.ids) == 1
+        has_one_vocabulary = len(self._tokenizer.ids) == 1
         return Config(
             model=model,
             tokenizer=TokenizerConfig(vocab_size=model.vocab_size, joint=has_one_vocabulary),
@@ -283,7 +282,7 @@ class Pretrained:
                     continue
                 content = b""
                 if changes := self._changes.get(file.name):
-                    fields = read_json(file, missing_ok=True) | changes
+                    fields = self._files[file.name] | changes
                     content = json.dumps(fields, indent=2).encode()
                 else:
                     content = file.read_bytes()

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
@@ -211,13 +211,18 @@ def parse_object(text: str | bytes, name: str, /, **fields: Any) -> dict[str, An
         raise UserError(f"{name} is not valid JSON: {one_line(error)}.") from None
     if not isinstance(content, dict):
         raise UserError(f"{name} contains {short_repr(content)}; expected a JSON object.")
+    check_types(content, name, fields)
+    return content
+
+
+def check_types(content: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` unless a JSON object has ``fields`` of these types (``parse_object``)."""
     for field, kind in fields.items():
         value = content.get(field)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             actual = short_repr(value) if field in content else "missing"
             expected = _JSON_TYPE_NAMES.get(kind) or str(getattr(kind, "__name__", kind))
             raise UserError(f"{name}: {field} is {actual}; expected {expected}.")
-    return content
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:

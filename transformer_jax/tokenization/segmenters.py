@@ -6,21 +6,15 @@ A segmenter knows nothing of special tokens, languages or the ids of a model (``
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError, needs_extra
-from transformer_jax.tokenization.subword_sampling import (
-    SubwordSampler,
-    SubwordSampling,
-    any_of,
-    model_proto,
-    symbols_of,
-)
+from transformer_jax.tokenization.subword_sampling import SubwordSampler, SubwordSampling
 
 
 class Segmenter(Protocol):
@@ -56,7 +50,7 @@ class SentencePieceSegmenter:
         self.processor: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
         proto = model_proto(content)
         self.pieces = [piece.piece for piece in proto.pieces]
-        self.symbols = symbols_of(proto)
+        self.symbols = [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
         # SentencePiece's ``decode`` removes the space added before a line, but not one after.
         self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
         self._samplers: dict[SubwordSampling, SubwordSampler] = {}
@@ -79,7 +73,8 @@ class SentencePieceSegmenter:
     def sample(self, lines: Sequence[str], sampling: SubwordSampling, seed: int) -> list[list[str]]:
         """Draw a random segmentation of each line."""
         if sampling not in self._samplers:
-            self._samplers[sampling] = sampling.sampler(self.processor)
+            proto = model_proto(self.content)
+            self._samplers[sampling] = sampling.sampler(self.processor, proto)
         sampler = self._samplers[sampling]
         generator = random.Random(seed)
         return [sampler.sample(line, generator) for line in lines]
@@ -94,6 +89,34 @@ class SentencePieceSegmenter:
         """Join the pieces with these own ids into text."""
         text: str = self.processor.decode(list(own_ids))
         return text.removesuffix(" ") if self._ends_words else text
+
+    def with_symbols(self, symbols: Sequence[str]) -> SentencePieceSegmenter:
+        """Return a copy with missing ``symbols`` appended as user-defined symbols."""
+        proto = model_proto(self.content)
+        pieces = {piece.piece: piece for piece in proto.pieces}
+        for symbol in symbols:
+            if symbol not in pieces:
+                proto.pieces.add(piece=symbol, type=proto.SentencePiece.USER_DEFINED)
+            elif pieces[symbol].type != proto.SentencePiece.USER_DEFINED:
+                raise UserError(
+                    f"tokenizer.user_defined_symbols contains {symbol!r}, which is already a "
+                    "regular or special token in the vocabulary; choose another name."
+                )
+        return SentencePieceSegmenter(proto.SerializeToString())
+
+    def with_padding(self) -> SentencePieceSegmenter:
+        """Return a copy with PAD and EOS appended if it lacks them. Other ids stay.
+
+        ``spm_train`` without ``--pad_id`` makes models without PAD.
+        """
+        proto = model_proto(self.content)
+        if self.processor.pad_id() < 0:
+            proto.pieces.add(piece=proto.trainer_spec.pad_piece, type=proto.SentencePiece.CONTROL)
+        if self.processor.eos_id() < 0:
+            proto.pieces.add(piece=proto.trainer_spec.eos_piece, type=proto.SentencePiece.CONTROL)
+        if len(proto.pieces) == len(self.pieces):
+            return self
+        return SentencePieceSegmenter(proto.SerializeToString())
 
 
 class JsonSegmenter:
@@ -170,6 +193,12 @@ class JsonSegmenter:
         return self._tokenizer.decode(list(own_ids)).replace("▁", " ").strip()
 
 
+def model_proto(model: bytes) -> Any:
+    """Parse a model file into a protocol buffer: ``pieces``, ``trainer_spec`` and other fields."""
+    proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
+    return proto.ModelProto.FromString(model)
+
+
 def make_segmenter(content: bytes) -> SentencePieceSegmenter | JsonSegmenter:
     """Make the segmenter for the contents of a SentencePiece model or a tokenizer.json file."""
     if content.lstrip().startswith(b"{"):
@@ -179,9 +208,12 @@ def make_segmenter(content: bytes) -> SentencePieceSegmenter | JsonSegmenter:
 
 def read_segmenter(path: Path) -> SentencePieceSegmenter | JsonSegmenter:
     """Read a SentencePiece model or a tokenizer.json file. Raises ``UserError`` if corrupt."""
+    return JsonSegmenter(path.read_bytes()) if path.suffix == ".json" else read_sentencepiece(path)
+
+
+def read_sentencepiece(path: Path) -> SentencePieceSegmenter:
+    """Read a SentencePiece model. Raises ``UserError`` if corrupt."""
     content = path.read_bytes()
-    if path.suffix == ".json":
-        return JsonSegmenter(content)
     try:
         if not content:
             raise RuntimeError("the file is empty")
@@ -191,45 +223,3 @@ def read_segmenter(path: Path) -> SentencePieceSegmenter | JsonSegmenter:
             f"{str(path)!r} is not a SentencePiece model or is corrupt ({error}); restore it, "
             "download it again or retrain it."
         ) from None
-
-
-def with_symbols(content: bytes, symbols: Sequence[str]) -> bytes:
-    """Return a SentencePiece model with missing ``symbols`` appended as user-defined symbols."""
-    proto = model_proto(content)
-    pieces = {piece.piece: piece for piece in proto.pieces}
-    for symbol in symbols:
-        if symbol not in pieces:
-            proto.pieces.add(piece=symbol, type=proto.SentencePiece.USER_DEFINED)
-        elif pieces[symbol].type != proto.SentencePiece.USER_DEFINED:
-            raise UserError(
-                f"tokenizer.user_defined_symbols contains {symbol!r}, which is already a "
-                "regular or special token in the vocabulary; choose another name."
-            )
-    return proto.SerializeToString()
-
-
-def with_padding(content: bytes) -> bytes:
-    """Return a SentencePiece model with PAD and EOS appended if it lacks them. Other ids stay.
-
-    ``spm_train`` without ``--pad_id`` makes models without PAD.
-    """
-    processor: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
-    proto = model_proto(content)
-    trainer = proto.trainer_spec
-    for own_id, token in (
-        (processor.pad_id(), trainer.pad_piece),
-        (processor.eos_id(), trainer.eos_piece),
-    ):
-        if own_id < 0:
-            proto.pieces.add(piece=token, type=proto.SentencePiece.CONTROL)
-    return proto.SerializeToString() if len(proto.pieces) > len(processor) else content
-
-
-def leading(symbols: Sequence[str], *, tags: bool) -> re.Pattern[str]:
-    """Return a regular expression for the tag and the symbols at the beginning of a line."""
-    tag = TAG if tags else ""
-    return re.compile(rf"{tag}(?:\s*(?:{any_of(symbols)}))*")
-
-
-TAG = "(?:>>.*?<<)?"
-"""Regular expression for the tag that can begin a line in multilingual Marian models, or ""."""

@@ -7,16 +7,15 @@ from collections.abc import Iterable, Sequence
 
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.segmenters import (
-    TAG,
     JsonSegmenter,
     SentencePieceSegmenter,
-    leading,
     make_segmenter,
 )
-from transformer_jax.tokenization.subword_sampling import SubwordSampling
+from transformer_jax.tokenization.subword_sampling import SubwordSampling, any_of
 from transformer_jax.tokenization.vocabulary import Vocabulary
 
-_TAG = re.compile(TAG)
+# The tag that can begin a line in multilingual Marian models.
+_TAG = ">>.*?<<"
 _IS_TAG = re.compile(">>.*<<")
 
 
@@ -55,9 +54,10 @@ class SubwordModel:
         self.unk_id = vocabulary.unk_id
         # True if the segmenter's ids are those of the vocabulary.
         self._same_ids = self.has_own_vocabulary or isinstance(segmenter, JsonSegmenter)
-        tags = not self._same_ids and any(map(_IS_TAG.fullmatch, vocabulary.tokens))
-        self._has_tags = tags
-        self._leading = leading(segmenter.symbols, tags=tags)
+        has_tags = not self._same_ids and any(map(_IS_TAG.fullmatch, vocabulary.tokens))
+        tag = f"(?:{_TAG})?" if has_tags else ""
+        self._tag = re.compile(tag)
+        self._leading = re.compile(rf"{tag}(?:\s*(?:{any_of(segmenter.symbols)}))*")
 
     @property
     def model(self) -> bytes:
@@ -92,7 +92,7 @@ class SubwordModel:
             if self.has_own_vocabulary:  # whose control symbols are never in text
                 return encoded
             return [self.vocabulary.without_controls(ids) for ids in encoded]
-        tags = [self._tag(line) for line in lines]
+        tags = [_prefix(self._tag, line) for line in lines]
         texts = [line[len(tag) :] for line, tag in zip(lines, tags)]
         if sampling is None:
             segmented = self.segmenter.encode(texts)
@@ -108,11 +108,6 @@ class SubwordModel:
             self.vocabulary.text_ids([tag, *pieces] if tag else pieces)
             for tag, pieces in zip(tags, segmented)
         ]
-
-    def _tag(self, line: str) -> str:
-        """Return the tag that begins a line, or ""."""
-        match = _TAG.match(line) if self._has_tags else None
-        return match[0] if match else ""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode a sequence of token ids to text, skipping PAD, BOS, EOS, languages and other
@@ -150,9 +145,8 @@ class SubwordModel:
 
     def tag(self, line: str) -> str:
         """Return the leading symbols of a line (``split_tag``) with the spaces around them."""
-        match = self._leading.match(line)
-        assert match is not None  # the match may be empty
-        return line.removesuffix(line[match.end() :].lstrip()) if match[0] else ""
+        symbols = _prefix(self._leading, line)
+        return line.removesuffix(line[len(symbols) :].lstrip()) if symbols else ""
 
     def split_tag(self, line: str) -> tuple[list[int], str]:
         """Split a line into the ids of its leading symbols and the remaining text.
@@ -160,6 +154,25 @@ class SubwordModel:
         Leading symbols are a tag such as ``>>deu<<`` (imported models only), then any of
         ``tokenizer.user_defined_symbols``. Every segment of a long line repeats them.
         """
-        match = self._leading.match(line)
-        assert match is not None  # the match may be empty
-        return self.encode([match[0]])[0], line[match.end() :]
+        symbols = _prefix(self._leading, line)
+        return self.encode([symbols])[0], line[len(symbols) :]
+
+    def with_symbols(self, symbols: Sequence[str]) -> SubwordModel:
+        """Return a copy with missing ``symbols`` appended. Existing ids do not change.
+
+        Raises ``UserError`` for a tokenizer.json file.
+        """
+        if isinstance(self.segmenter, JsonSegmenter):
+            raise UserError(
+                f"tokenizer.user_defined_symbols contains {symbols[0]!r}; expected none, because "
+                "this model has a tokenizer.json file."
+            )
+        vocabulary = None if self.has_own_vocabulary else self.vocabulary.with_tokens(symbols)
+        return SubwordModel(self.segmenter.with_symbols(symbols), vocabulary)
+
+
+def _prefix(pattern: re.Pattern[str], line: str) -> str:
+    """Return what a pattern that also matches "" matches at the beginning of a line."""
+    match = pattern.match(line)
+    assert match is not None
+    return match[0]

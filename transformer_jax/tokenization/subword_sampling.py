@@ -21,7 +21,6 @@ from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import TokenizerConfig
@@ -30,17 +29,6 @@ from transformer_jax.settings.config import TokenizerConfig
 # if tokens span several words, the whole line.
 _UNITS = "\u2581?[^\u2581]+|\u2581", "[^\u2581]*\u2581|[^\u2581]+", "(?s:.+)"
 _CACHED_WORDS = 2**15
-
-
-def model_proto(model: bytes) -> Any:
-    """Parse a model file into a protocol buffer: ``pieces``, ``trainer_spec`` and other fields."""
-    proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
-    return proto.ModelProto.FromString(model)
-
-
-def symbols_of(proto: Any) -> list[str]:
-    """Return a model's user-defined symbols, in order. Text is never split inside them."""
-    return [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
 
 
 def any_of(symbols: Iterable[str]) -> str:
@@ -67,11 +55,14 @@ class BpeDropout:
         """What determines a segmentation, for the fingerprint of a corpus."""
         return "Algorithm 1", self.dropout
 
-    def sampler(self, processor: sentencepiece.SentencePieceProcessor) -> SubwordSampler:
-        """Return the sampler of a SentencePiece model. Raises ``UserError`` if the model does not
-        suit.
+    def sampler(
+        self, processor: sentencepiece.SentencePieceProcessor, proto: Any
+    ) -> SubwordSampler:
+        """Return the sampler of a SentencePiece model (see ``segmenters.model_proto``).
+
+        Raises ``UserError`` if the model does not suit.
         """
-        return SubwordSampler(processor, self.dropout)
+        return SubwordSampler(processor, proto, self.dropout)
 
 
 SubwordSampling: TypeAlias = BpeDropout
@@ -87,9 +78,11 @@ def subword_sampling(config: TokenizerConfig) -> SubwordSampling | None:
 class SubwordSampler:
     """Draws segmentations with ``BpeDropout``."""
 
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, dropout: float) -> None:
-        model = model_proto(processor.serialized_model_proto())
-        trainer, pieces = model.trainer_spec, model.pieces
+    def __init__(
+        self, processor: sentencepiece.SentencePieceProcessor, proto: Any, dropout: float
+    ) -> None:
+        trainer = proto.trainer_spec
+        pieces = proto.pieces
         if trainer.model_type != trainer.BPE or any(p.type == p.UNUSED for p in pieces):
             raise UserError(
                 "tokenizer.bpe_dropout needs a BPE model without unused tokens; set "
@@ -102,7 +95,7 @@ class SubwordSampler:
             unit for unit in map(re.compile, _UNITS) if all(map(unit.fullmatch, self._ranks))
         )
         self._spells_bytes = any(p.type == p.BYTE for p in pieces)
-        self._symbols = set(symbols_of(model))
+        self._symbols = {p.piece for p in pieces if p.type == p.USER_DEFINED}
         self._symbol = re.compile(f"({any_of(self._symbols)})")
         self._merged = lru_cache(_CACHED_WORDS)(self._merge)
 

@@ -18,10 +18,9 @@ from transformer_jax.tokenization.languages import Affixes, Languages
 from transformer_jax.tokenization.learning import evenly_spread, learn
 from transformer_jax.tokenization.segmenters import (
     JsonSegmenter,
-    make_segmenter,
+    SentencePieceSegmenter,
     read_segmenter,
-    with_padding,
-    with_symbols,
+    read_sentencepiece,
 )
 from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.vocabulary import Vocabulary, vars_of
@@ -36,6 +35,8 @@ _JSON = "tokenizer.tokens.json"
 _PRETRAINED = "tokenizer.pretrained.zip"
 _OF_EARLIER_VERSIONS = ("tokenizer.vocab.json", "tokenizer.languages.json")
 TOKENIZER_FILES = {_MANIFEST, _MODEL, _SOURCE, _TARGET, _JSON, _PRETRAINED}
+
+_Model = bytes | SentencePieceSegmenter
 
 
 @dataclass(eq=False)
@@ -66,9 +67,9 @@ class Tokenizer:
                 )
 
     @classmethod
-    def from_models(cls, source: bytes, target: bytes | None = None) -> Tokenizer:
-        """Make a tokenizer from the contents of SentencePiece models (None: one for both), with
-        their own ids.
+    def from_models(cls, source: _Model, target: _Model | None = None) -> Tokenizer:
+        """Make a tokenizer from SentencePiece models or the contents of their files, with their own
+        ids. ``target`` is None if there is one for both languages.
         """
         side = SubwordModel(source)
         return cls(side, side if target is None else SubwordModel(target))
@@ -83,7 +84,7 @@ class Tokenizer:
         """
         if config.model:
             files = [local_path(file) for file in (config.model, config.target_model) if file]
-            models = [with_padding(read_segmenter(file).content) for file in files]
+            models = [read_sentencepiece(file).with_padding() for file in files]
             return cls.from_models(*models).with_symbols(config.user_defined_symbols)
         limit = config.max_training_sentences
         sample = evenly_spread(pairs, max(1, limit // 2) if config.joint else limit)
@@ -103,7 +104,7 @@ class Tokenizer:
         manifest = _read_manifest(directory)
         if not manifest:
             names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
-            return cls.from_models(*(read_segmenter(directory / name).content for name in names))
+            return cls.from_models(*(read_sentencepiece(directory / name) for name in names))
         try:
             sides = []
             for fields in (manifest["source"], manifest.get("target")):
@@ -178,13 +179,8 @@ class Tokenizer:
         """
         if not symbols:
             return self
-        if isinstance(self.source.segmenter, JsonSegmenter):
-            raise UserError(
-                f"tokenizer.user_defined_symbols contains {symbols[0]!r}; expected none, because "
-                "this model has a tokenizer.json file."
-            )
-        source = _with_symbols(self.source, symbols)
-        target = source if self.target is self.source else _with_symbols(self.target, symbols)
+        source = self.source.with_symbols(symbols)
+        target = source if self.target is self.source else self.target.with_symbols(symbols)
         sizes = self.source.vocab_size, self.target.vocab_size
         has_new = (source.vocab_size, target.vocab_size) != sizes
         is_imported = not self.source.has_own_vocabulary
@@ -259,13 +255,6 @@ def _remake(
     """Make a tokenizer in another process."""
     sides = [SubwordModel(*each) for each in contents[: 1 if shared else 2]]
     return Tokenizer(sides[0], sides[-1], languages=Languages(**languages), pretrained=pretrained)
-
-
-def _with_symbols(side: SubwordModel, symbols: Sequence[str]) -> SubwordModel:
-    segmenter = make_segmenter(with_symbols(side.model, symbols))
-    if side.has_own_vocabulary:
-        return SubwordModel(segmenter)
-    return SubwordModel(segmenter, side.vocabulary.with_tokens(symbols))
 
 
 def _vocabulary(fields: dict[str, Any] | None) -> Vocabulary | None:
