@@ -47,7 +47,7 @@ from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.metrics import Meter
-from transformer_jax.training.prepare import prepare, with_layout
+from transformer_jax.training.prepare import prepare
 from transformer_jax.training.signals import Signals
 
 
@@ -252,10 +252,10 @@ def test_two_runs_cannot_share_a_work_directory(tmp_path: Path) -> None:
 def test_the_default_layout_depends_on_the_devices(finished: Path) -> None:
     assert tiny().batch.layout == "auto"
     assert from_json((finished / "config.json").read_text()).batch.layout == "bucketed"
-    assert with_layout(Config(), "tpu").batch.layout == "packed"
-    assert with_layout(Config(), "gpu").batch.layout == "bucketed"
+    assert Config().with_layout("tpu").batch.layout == "packed"
+    assert Config().with_layout("gpu").batch.layout == "bucketed"
     given = Config(batch=BatchConfig(layout="bucketed"))
-    assert with_layout(given, "tpu") == given
+    assert given.with_layout("tpu") == given
 
 
 def test_a_relative_work_directory_trains_and_loads(

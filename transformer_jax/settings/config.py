@@ -701,6 +701,15 @@ class Config(Section):
     seed: Fixed[Count] = 0
     """Random seed for parameter initialization, data order, and dropout."""
 
+    def with_layout(self, platform: str) -> Config:
+        """Return a copy with ``batch.layout`` for a run's devices. Batches then depend only on the
+        config.
+        """
+        if self.batch.layout != "auto":
+            return self
+        layout: Literal["packed", "bucketed"] = "packed" if platform == "tpu" else "bucketed"
+        return replace(self, batch=replace(self.batch, layout=layout))
+
     def training_rules(self) -> Iterator[Rule]:
         """Yield constraints between sections. Checked when training starts, because the flags that
         override a recipe can meet or break them.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from transformer_jax.errors import UserError, short_repr
 
@@ -21,7 +20,7 @@ class Languages(NamedTuple):
     MADLAD-400 (<2de>).
     """
 
-    tokens: Mapping[str, str] = MappingProxyType({})
+    tokens: Mapping[str, str] = {}
     """Token of each language code."""
     source: str = ""
     """Token around every source line by default; '': none."""
@@ -31,10 +30,6 @@ class Languages(NamedTuple):
     """Places of the tokens."""
     forced: bool = True
     """True if the search is forced to begin a target with its token, which then has no score."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return {**self._asdict(), "tokens": dict(self.tokens)}
 
     def checked(self) -> Languages:
         """Return itself. Raises ``TypeError`` if a field has another type."""

@@ -55,6 +55,9 @@ class SentencePieceSegmenter:
         self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
         self._samplers: dict[SubwordSampling, SubwordSampler] = {}
 
+    def __reduce__(self) -> tuple[type, tuple[bytes]]:
+        return SentencePieceSegmenter, (self.content,)
+
     @property
     def tokens(self) -> dict[int, str]:
         """Pieces by their own ids."""
@@ -147,6 +150,9 @@ class JsonSegmenter:
         others = self._tokens.keys() - bytes_of.keys() - self.special_ids
         # ByT5, where the tokens of a text are its bytes.
         self._bytes = {} if others else bytes_of
+
+    def __reduce__(self) -> tuple[type, tuple[bytes]]:
+        return JsonSegmenter, (self.content,)
 
     @property
     def tokens(self) -> dict[int, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformer_jax.tokenization.segmenters import (
     read_sentencepiece,
 )
 from transformer_jax.tokenization.subword_model import SubwordModel
-from transformer_jax.tokenization.vocabulary import Vocabulary, vars_of
+from transformer_jax.tokenization.vocabulary import Vocabulary
 
 # Files of a saved tokenizer. The manifest has vocabularies and languages, and names the others. A
 # tokenizer that was trained here needs none: its SentencePiece models have everything.
@@ -195,17 +195,14 @@ class Tokenizer:
             names = [_JSON] * len(sides)
         contents = {}
         if any(not side.has_own_vocabulary for side in sides) or self.languages != Languages():
-            fields = [
-                {
-                    "model": name,
-                    "vocabulary": None if side.has_own_vocabulary else vars_of(side.vocabulary),
-                }
-                for name, side in zip(names, sides)
-            ]
+            fields = []
+            for name, side in zip(names, sides):
+                vocabulary = None if side.has_own_vocabulary else _fields_of(side.vocabulary)
+                fields.append({"model": name, "vocabulary": vocabulary})
             manifest: dict[str, Any] = {
                 "source": fields[0],
                 "target": fields[1] if len(sides) > 1 else None,
-                "languages": self.languages.as_dict(),
+                "languages": self.languages._asdict(),
                 "pretrained": _PRETRAINED if self.pretrained else None,
             }
             contents[_MANIFEST] = json.dumps(manifest, ensure_ascii=False, indent=0).encode()
@@ -223,14 +220,6 @@ class Tokenizer:
         for name, content in contents.items():
             write_atomically(directory / name, content)
 
-    def __reduce__(self) -> tuple[Callable[[], Tokenizer], tuple[()]]:
-        contents = []
-        for side in (self.source, self.target):
-            contents.append((side.model, None if side.has_own_vocabulary else side.vocabulary))
-        shared = self.target is self.source
-        make = partial(_remake, contents, shared, self.languages.as_dict(), self.pretrained)
-        return make, ()
-
     @property
     def joint(self) -> bool:
         """True if both languages share one vocabulary."""
@@ -246,15 +235,8 @@ class Tokenizer:
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _remake(
-    contents: list[tuple[bytes, Vocabulary | None]],
-    shared: bool,
-    languages: dict[str, Any],
-    pretrained: bytes,
-) -> Tokenizer:
-    """Make a tokenizer in another process."""
-    sides = [SubwordModel(*each) for each in contents[: 1 if shared else 2]]
-    return Tokenizer(sides[0], sides[-1], languages=Languages(**languages), pretrained=pretrained)
+def _fields_of(vocabulary: Vocabulary) -> dict[str, Any]:
+    return {field.name: getattr(vocabulary, field.name) for field in dataclasses.fields(vocabulary)}
 
 
 def _vocabulary(fields: dict[str, Any] | None) -> Vocabulary | None:

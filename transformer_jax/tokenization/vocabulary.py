@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.segmenters import SentencePieceSegmenter
@@ -74,19 +73,13 @@ class Vocabulary:
         return {self.name(i): i for i in reversed(range(len(self.tokens)))}
 
     @cached_property
-    def control_ids(self) -> frozenset[int]:
-        """Ids of PAD, BOS and EOS, which text never has."""
-        return frozenset({self.pad_id, self.eos_id, self.bos_id} - {None})  # type: ignore[arg-type]
-
-    @cached_property
-    def holes(self) -> frozenset[int]:
-        """Ids without a token."""
-        return frozenset(i for i, token in enumerate(self.tokens) if not token)
-
-    @cached_property
     def not_text_ids(self) -> frozenset[int]:
         """Ids that text never has: PAD, BOS, EOS, and ids without a token."""
-        return self.control_ids | self.holes
+        ids = {i for i, token in enumerate(self.tokens) if not token}
+        ids |= {self.pad_id, self.eos_id}
+        if self.bos_id is not None:
+            ids.add(self.bos_id)
+        return frozenset(ids)
 
     @cached_property
     def hidden_ids(self) -> frozenset[int]:
@@ -131,9 +124,4 @@ class Vocabulary:
     def with_tokens(self, new: Sequence[str]) -> Vocabulary:
         """Return a copy with the missing ones of ``new`` appended. Existing ids stay."""
         missing = [token for token in new if token not in self.id_of]
-        return Vocabulary(**{**vars_of(self), "tokens": (*self.tokens, *missing)})
-
-
-def vars_of(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return the fields of a vocabulary by name."""
-    return {name: getattr(vocabulary, name) for name in Vocabulary.__dataclass_fields__}
+        return replace(self, tokens=(*self.tokens, *missing))

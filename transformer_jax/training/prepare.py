@@ -48,7 +48,7 @@ from transformer_jax.settings.changes import (
     fields_that_differ,
     settings_of_all_processes,
 )
-from transformer_jax.settings.config import Config, DataConfig, TrainingConfig
+from transformer_jax.settings.config import Config, DataConfig
 from transformer_jax.tokenization.subword_sampling import subword_sampling
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.optimizer import check_frozen
@@ -118,13 +118,14 @@ def prepare(
     """
     with raise_on_any_process():
         _check_limits()
-        config.check(config.training_rules())
-        mesh = make_mesh(config.mesh, devices)
-        config = with_layout(config, mesh.devices.flat[0].platform)
-        check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
         if config.training.freeze:
             check_frozen(config.training.freeze, abstract_model(config.model).parameters)
-        texts, pairs = check_inputs(config.data, config.training)
+        mesh = make_mesh(config.mesh, devices)
+        check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
+        config.check(config.training_rules())
+        config = config.with_layout(mesh.devices.flat[0].platform)
+        bleu_metric(config.training.bleu_tokenize)  # fails early
+        texts, pairs = check_inputs(config.data, config.training.bleu_sentences)
         workdir = open_workdir(path)
     check_agreement(
         settings_of_all_processes(config)
@@ -282,7 +283,7 @@ def _warn_without_effect(config: Config, *, aligned: bool) -> None:
 
 
 def check_inputs(
-    data: DataConfig, training: TrainingConfig
+    data: DataConfig, bleu_sentences: int
 ) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
     """Open the texts, and load the dev and test pairs that training will translate.
 
@@ -300,7 +301,6 @@ def check_inputs(
         pairs_config = getattr(data, name)
         if pairs_config.is_given:
             texts[name] = ParallelText(pairs_config, data.root)
-    bleu_metric(training.bleu_tokenize)
     for name, text in texts.items():
         for item in text.config.items:
             if not any(islice(read_pairs(item, data.root), 1)):
@@ -310,16 +310,8 @@ def check_inputs(
                 )
     pairs = {name: list(text.pairs()) for name, text in texts.items() if name != "train"}
     if "dev" in pairs:
-        pairs["dev"] = pairs["dev"][: training.bleu_sentences]
+        pairs["dev"] = pairs["dev"][:bleu_sentences]
     return texts, pairs
-
-
-def with_layout(config: Config, platform: str) -> Config:
-    """Resolve ``batch.layout`` for a run's devices. Batches then depend only on the config."""
-    if config.batch.layout != "auto":
-        return config
-    batch = dataclasses.replace(config.batch, layout="packed" if platform == "tpu" else "bucketed")
-    return dataclasses.replace(config, batch=batch)
 
 
 def _resume(
