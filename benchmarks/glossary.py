@@ -62,22 +62,22 @@ def likely_terms(pairs: Sequence[tuple[str, str]], number: int, least: int) -> d
 def quality(arguments: Any, pairs: Sequence[tuple[str, str]], terms: Any) -> Table:
     """Translate the lines with terms, without the glossary and with it."""
     from transformer_jax import Translator, bleu
-    from transformer_jax.translation.glossary import unmet
+    from transformer_jax.translation.glossary import unmet_terms
 
     settings = {"beam_size": arguments.beam_size, "batch_size": arguments.batch_size}
     translator = Translator.from_workdir(arguments.workdir, glossary=terms, **settings)
-    glossary = translator.tokenized(terms, "The glossary")
-    chosen = [pair for pair in pairs if glossary.found_in(pair[0])]
+    glossary = translator.tokenize_glossary(terms, "The glossary")
+    chosen = [pair for pair in pairs if glossary.find_terms(pair[0])]
     sources = [source for source, _ in chosen]
     references = [target for _, target in chosen]
-    terms_of_lines = [glossary.found_in(source) for source in sources]
+    terms_of_lines = [glossary.find_terms(source) for source in sources]
     num_terms = sum(map(len, terms_of_lines))
     plain = Translator(translator.model, translator.tokenizer, translator.config)
     table: Table = {}
     lengths = []
     for name, each in (("without", plain), ("with", translator)):
         texts = each.translate(sources)
-        missing = [len(unmet(terms, text)) for terms, text in zip(terms_of_lines, texts)]
+        missing = [len(unmet_terms(terms, text)) for terms, text in zip(terms_of_lines, texts)]
         lengths.append(sum(map(len, texts)))
         table[name] = {
             "lines with terms": len(chosen),

@@ -36,7 +36,7 @@ from transformer_jax.settings.config import (
 )
 from transformer_jax.settings.config_files import load_config_file
 from transformer_jax.training.loop import train
-from transformer_jax.translation.segments import cut
+from transformer_jax.translation.segments import cut_into_segments
 from transformer_jax.translation.translator import Translator
 
 TAGS = [">>deu<<", ">>fra<<"]
@@ -163,7 +163,8 @@ def test_token_ids_agree(marian, workdir, theirs, lines) -> None:
     )
     assert tokenizer.target.ids([lacking]) == [tokenizer.target.unk_id]
     segments = [
-        segment.tokens for segment in cut(">>deu<<" + " one two three" * 20, 15, tokenizer)[0]
+        segment.tokens
+        for segment in cut_into_segments(">>deu<<" + " one two three" * 20, 15, tokenizer)[0]
     ]
     assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
     assert all(tokenizer.source.tokens(segment[:1]) == [">>deu<<"] for segment in segments)

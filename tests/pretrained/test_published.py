@@ -229,7 +229,7 @@ def test_legacy_behaviour_of_nllb(legacy: bool, folder_of: Callable[[str], Path]
     tokenizer = Pretrained(folder).tokenizer()
     affixes = tokenizer.affixes("deu_Latn", "eng_Latn")
     assert affixes == (([], [2, 29], [28]) if legacy else ([29], [], [28]))
-    assert tokenizer.num_free == 1
+    assert tokenizer.unscored_prefix_length == 1
 
 
 def test_tokenizers_with_code_of_their_own_are_refused(folder_of: Callable[[str], Path]) -> None:
@@ -330,7 +330,7 @@ def test_search_settings(
     expected = {"beam_size": 1, "length_penalty": 1.0} | expected
     wanted = DecodingConfig(length_offset=0.0, max_source_length=64, **expected)
     assert config.decoding == wanted
-    assert tokenizer.num_free == ("forced_bos_token_id" in settings)
+    assert tokenizer.unscored_prefix_length == ("forced_bos_token_id" in settings)
 
 
 def test_ids_of_the_generation_config_come_first(folder_of: Callable[[str], Path]) -> None:
@@ -372,7 +372,7 @@ def test_ids_of_transformers_go_straight_into_the_search(
     for ids in tokenizer.source.encode(lines):
         source = affixes.source(ids)
         sources.append(source if model.config.eos_id in source else [*source, model.config.eos_id])
-    forced = affixes.before_target[: tokenizer.num_free]
+    forced = affixes.before_target[: tokenizer.unscored_prefix_length]
     out = theirs.generate(
         torch.tensor(sources),
         num_beams=1,
@@ -384,7 +384,7 @@ def test_ids_of_transformers_go_straight_into_the_search(
         bad_words_ids=[[model.config.pad_id]],
     )
     decoding = DecodingConfig(beam_size=1, max_length=12, max_source_length=32, batch_size=8)
-    engine = Engine(model, decoding, unscored_prefix_length=tokenizer.num_free)
+    engine = Engine(model, decoding, unscored_prefix_length=tokenizer.unscored_prefix_length)
     found = engine.search([Sentence(source, forced) for source in sources])
     for row, [best] in zip(out[:, 1:].tolist(), found):
         eos = model.config.eos_id

@@ -18,7 +18,7 @@ from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.vocabulary import Vocabulary
-from transformer_jax.translation.segments import cut
+from transformer_jax.translation.segments import cut_into_segments
 
 TEXT = ["one hundred and two", "  two  ones and a hundred", "three and two hundred", "tw  onetwo"]
 SPAN = {"split_by_whitespace": False}
@@ -105,7 +105,9 @@ def test_decoding_inverts_encoding(name, words, seed):
 def test_segments_of_a_long_line_are_encoded_like_lines(name, words, limit):
     ours = Tokenizer.from_models(model(name).model)
     tag = "<2de> " if "symbols" in name and words else ""
-    segments = [segment.tokens for segment in cut(tag + " ".join(words), limit, ours)[0]]
+    segments = [
+        segment.tokens for segment in cut_into_segments(tag + " ".join(words), limit, ours)[0]
+    ]
     texts = [ours.source.decode(segment).removeprefix(tag) for segment in segments]
     assert " ".join(texts).split() == words
     assert segments == ours.source.encode([tag + text for text in texts])

@@ -19,9 +19,9 @@ from transformer_jax.translation.glossary import (
     MAX_WORDS,
     Glossary,
     TargetTerm,
+    find_repetition,
     read_glossary,
-    repetition,
-    unmet,
+    unmet_terms,
 )
 from transformer_jax.translation.output_formats import output_values
 from transformer_jax.translation.requests import Request
@@ -196,7 +196,7 @@ def test_terms_in_a_text(tokenizer):
         ("", []),
         ("one\u0301 two\u093f", []),  # an accent, a vowel sign of Hindi
     ):
-        assert sorted(glossary.found_in(text)) == sorted(found)
+        assert sorted(glossary.find_terms(text)) == sorted(found)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_terms_in_a_text(tokenizer):
 )
 def test_a_term_is_found_however_it_is_spelled(tokenizer, term, text):
     glossary = Glossary({term: "ONE"}, tokenizer.target, "", [])
-    assert list(glossary.found_in(text)) == [term] and glossary.num_found == 1
-    assert not glossary.found_in(text.replace("a", "x").replace("e", "x")[::-1])
+    assert list(glossary.find_terms(text)) == [term] and glossary.num_used == 1
+    assert not glossary.find_terms(text.replace("a", "x").replace("e", "x")[::-1])
 
 
 def test_two_spellings_of_a_term_are_alternatives(tokenizer):
@@ -229,18 +229,19 @@ def test_terms_are_found_in_linear_time(tokenizer):
     terms = {" ".join(["one"] * count + ["two"]): "ONE" for count in range(1, MAX_WORDS)}
     glossary = Glossary(terms, tokenizer.target, "", [])
     start = time.process_time()
-    assert not glossary.found_in("one " * 20_000)
+    assert not glossary.find_terms("one " * 20_000)
     assert time.process_time() - start < 2
 
 
 def test_repetitions_are_noticed():
     assert (
-        repetition(["▁yes", "▁", "n", "o", "▁", "n", "o", "▁", "n", "o", "▁", "n", "o"], {}) == "no"
+        find_repetition(["▁yes", "▁", "n", "o", "▁", "n", "o", "▁", "n", "o", "▁", "n", "o"], {})
+        == "no"
     )
-    assert not repetition(["▁so", "▁so", "▁so", "▁good"], {})
-    assert not repetition([], {})
-    assert repetition(["▁"] * 5, {}) == " "
-    assert not repetition(["▁ha"] * 4, {"laugh": [TargetTerm(" ha ha ha ha", [5] * 4)]})
+    assert not find_repetition(["▁so", "▁so", "▁so", "▁good"], {})
+    assert not find_repetition([], {})
+    assert find_repetition(["▁"] * 5, {}) == " "
+    assert not find_repetition(["▁ha"] * 4, {"laugh": [TargetTerm(" ha ha ha ha", [5] * 4)]})
 
 
 def test_a_repetition_is_a_warning(translator, caplog):
@@ -261,9 +262,9 @@ def test_a_long_translation_is_a_warning(translator, caplog):
 
 def test_unmet_terms(tokenizer):
     found = Glossary({"a": ["ONE", "TWO THREE"], "b": "FOUR"}, tokenizer.target, "", [])
-    assert unmet(found, "TWO THREE FOUR") == unmet(found, "FOURS ONE") == ()
-    assert unmet(found, "TWO FOUR") == ("a",)
-    assert unmet(found, "xONE") == ("a", "b")
+    assert unmet_terms(found, "TWO THREE FOUR") == unmet_terms(found, "FOURS ONE") == ()
+    assert unmet_terms(found, "TWO FOUR") == ("a",)
+    assert unmet_terms(found, "xONE") == ("a", "b")
 
 
 def test_a_chinese_or_japanese_term_also_occurs_without_a_space():

@@ -35,7 +35,7 @@ from transformer_jax.translation.output_file import open_output
 from transformer_jax.translation.output_formats import JsonWriter, OutputFlags, TextWriter
 from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.scoring import Scorer
-from transformer_jax.translation.segments import cut
+from transformer_jax.translation.segments import cut_into_segments
 from transformer_jax.translation.translator import Translator
 
 LINES = lines_of_words(23)
@@ -227,7 +227,7 @@ def test_tags_are_repeated_if_they_leave_half_of_each_segment(count, is_repeated
     line = " ".join([*tags[:count], *WORDS * 3])
     [tag, *_] = [tokenizer.source.split_tag(line)[0]]
     limit = 2 * len(tokenizer.source.split_tag(" ".join([*tags[:5], "one"]))[0])
-    segments = [segment.tokens for segment in cut(line, limit, tokenizer)[0]]
+    segments = [segment.tokens for segment in cut_into_segments(line, limit, tokenizer)[0]]
     assert all(len(segment) <= limit for segment in segments)
     assert (segments[1][: len(tag)] == tag) == is_repeated
 

@@ -46,9 +46,9 @@ def aligned(text: str, target: str, pairs: dict[int, int]) -> Translation:
     return Translation(target, 0, 0, len(tokens) + 1, tuple(tokens), alignment=alignment)
 
 
-def joined(document: Document, *translations: Translation | str) -> str:
+def join(document: Document, *translations: Translation | str) -> str:
     """Join a document with translations; those that are only text are not aligned."""
-    return document.joined(
+    return document.join(
         Translation(found, 0, 0, 0) if isinstance(found, str) else found for found in translations
     )
 
@@ -70,7 +70,7 @@ def reverse(line: Line) -> Translation:
 
 def translated(text: str, format: str = "html", **settings) -> str:
     document = Document(text, format, TOKENIZER, **settings)
-    return document.joined(map(reverse, document.lines))
+    return document.join(map(reverse, document.lines))
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_an_element_takes_one_range_of_words():
     document = Document("<b>one two</b> three <i>four</i>", "html", TOKENIZER)
     [line] = document.lines
     found = aligned(line.text, "TWO THREE ONE FOUR", {0: 1, 1: 2, 2: 0, 3: 3})
-    assert joined(document, found) == "<b>TWO</b> THREE ONE <i>FOUR</i>"
+    assert join(document, found) == "<b>TWO</b> THREE ONE <i>FOUR</i>"
     found = aligned(line.text, "ONE TWO TWO FOUR FOUR", {0: 0, 1: 1, 2: 1, 3: 3, 4: 3})
-    assert joined(document, found) == "<b>ONE TWO TWO</b> <i>FOUR FOUR</i>"
+    assert join(document, found) == "<b>ONE TWO TWO</b> <i>FOUR FOUR</i>"
     for text in ("", "ONE"):  # not enough words: the elements are empty
-        written = joined(document, aligned(line.text, text, {0: 0}))
+        written = join(document, aligned(line.text, text, {0: 0}))
         assert TAG.findall(written) == ["<b>", "</b>", "<i>", "</i>"]
-    assert joined(document, "ONE TWO").count("<") == 4  # not aligned
+    assert join(document, "ONE TWO").count("<") == 4  # not aligned
 
 
 def test_xml_elements_are_inline_beside_text():
@@ -136,11 +136,11 @@ def test_a_placeholder_is_copied_or_put_back(caplog):
     document = Document(text, "html", known, protect=protect)
     [line] = document.lines
     assert line.text == "one {one} two three"
-    copied = joined(document, "DREI {one} ONE")
+    copied = join(document, "DREI {one} ONE")
     assert TAG.sub("", copied) == "DREI {one} ONE"
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert "{one}" in joined(document, "THREE ONE")
+        assert "{one}" in join(document, "THREE ONE")
     assert "The model dropped '{one}'; it is put back" in caplog.text
     # The model has no token for the braces: it does not see the placeholder.
     assert translated(text, protect=protect) == "<p><b>THREE</b> TWO ONE {one}</p>"
@@ -165,8 +165,8 @@ def test_a_placeholder_that_the_model_drops_replaces_no_words():
     document = Document("one two three", "html", TOKENIZER, protect=["two"])
     [line] = document.lines
     found = aligned(line.text, "ONE FIVE SIX THREE", {0: 0, 1: 1, 2: 1, 3: 2})
-    assert joined(document, found) == "ONE two FIVE SIX THREE"
-    written = joined(document, "FIVE SIX")
+    assert join(document, found) == "ONE two FIVE SIX THREE"
+    written = join(document, "FIVE SIX")
     assert sorted(written.split()) == ["FIVE", "SIX", "two"]
 
 
@@ -210,7 +210,7 @@ BROKEN = st.lists(NODES | PARTS, max_size=6).map("".join)
 def test_the_structure_of_random_documents_is_kept(text):
     document = Document(text, "html", TOKENIZER)
     kept = re.findall(r"(?s)<(code|pre)[^>]*>.*?</(?:CODE|PRE)>", text)
-    for found in (document.joined(map(reverse, document.lines)),):
+    for found in (document.join(map(reverse, document.lines)),):
         assert Counter(TAG.findall(found)) == Counter(TAG.findall(text))
         assert Counter(re.findall(r"\{x\}", found)) == Counter(re.findall(r"\{x\}", text))
         assert len(re.findall(r"(?s)<(?:code|pre)[^>]*>.*?</(?:CODE|PRE)>", found)) == len(kept)
@@ -229,9 +229,9 @@ def test_any_html_is_spelled_exactly(text):
     """Tags of broken documents stay, too, and only text changes."""
     document = Document(text, "html", TOKENIZER)
     unchanged = [Translation(line.text, 0, 0, 0) for line in document.lines]
-    assert document.joined(unchanged) == text
+    assert document.join(unchanged) == text
     for translations in (map(reverse, document.lines), [Translation("", 0, 0, 0)] * 99):
-        found = document.joined(translations)
+        found = document.join(translations)
         for tag in ("<b>", "</b>", "<br>", "<!-- one -->", "<![CDATA["):
             assert found.count(tag) == text.count(tag)
 
@@ -273,7 +273,7 @@ def test_other_xml_is_an_error(text, message):
 def test_bad_documents_take_linear_time(text):
     start = time.perf_counter()
     document = Document(text, "html", TOKENIZER)
-    found = document.joined(Translation(line.text.upper(), 0, 0, 0) for line in document.lines)
+    found = document.join(Translation(line.text.upper(), 0, 0, 0) for line in document.lines)
     assert [found.count(each) for each in "<>"] == [text.count(each) for each in "<>"]
     assert time.perf_counter() - start < 30
 
@@ -310,7 +310,7 @@ def check_identity(text: str, format: str) -> None:
         for source, target in zip(same, targets):
             alignment = random_alignment(source, target, seed) if seed % 2 else None
             translations.append(Translation(target, 0, 0, 0, alignment=alignment))
-        found = document.joined(translations)
+        found = document.join(translations)
         if targets is same:
             assert found == text
         assert Counter(ANY_TAG.findall(found)) == Counter(ANY_TAG.findall(text))
@@ -385,7 +385,7 @@ def test_bad_xml_takes_linear_time():
         f"<!DOCTYPE r [<!ENTITY e0 'aaaaaaaaaa'>{entities}]><r>one &e10; two</r>",
     ):
         document = Document(text, "xml", TOKENIZER)
-        assert joined(document, *[line.text for line in document.lines]) == text
+        assert join(document, *[line.text for line in document.lines]) == text
     assert time.process_time() - start < 10
 
 
@@ -404,7 +404,7 @@ def test_an_unchanged_text_gives_the_same_generated_lines(count):
     text = "".join(lines)
     document = Document(text, "html", KNOWN)
     assert len(document.lines) > 0.9 * count
-    assert joined(document, *[line.text for line in document.lines]) == text
+    assert join(document, *[line.text for line in document.lines]) == text
 
 
 def pages() -> list[Path]:
@@ -432,7 +432,7 @@ def check_pages(paths: list[Path]) -> None:
                     )
                     for line in document.lines
                 ]
-                assert document.joined(translations) == text, path
+                assert document.join(translations) == text, path
 
 
 def test_an_unchanged_text_gives_the_same_page():
@@ -547,7 +547,7 @@ def test_patterns_match_decoded_text():
     ],
 )  # fmt: skip
 def test_every_placeholder_is_there_once(text, translation, expected):
-    found = joined(Document(text, "html", KNOWN), translation)
+    found = join(Document(text, "html", KNOWN), translation)
     assert Counter(BRACES.findall(found)) == Counter(BRACES.findall(text))
     assert TAG.sub("", found).replace(" ", "") == TAG.sub("", expected).replace(" ", "")
 
@@ -558,9 +558,9 @@ def test_a_line_of_many_tags_takes_little_time():
     [line] = document.lines
     identical = aligned(line.text, line.text.upper(), {i: i for i in range(588)})
     start = time.process_time()
-    assert joined(document, identical) == "ONE TWO <b>THREE</b> " * 196
+    assert join(document, identical) == "ONE TWO <b>THREE</b> " * 196
     long = Document(f"{'one two three four five ' * 4} <b>six</b> " * 196, "html", TOKENIZER)
-    assert joined(long, long.lines[0].text.upper()).count("<b>") == 196
+    assert join(long, long.lines[0].text.upper()).count("<b>") == 196
     assert time.process_time() - start < 5
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from transformer_jax.errors import UserError
 from transformer_jax.translation.input_file import read_records
-from transformer_jax.translation.output_file import complete_sentences, open_output
+from transformer_jax.translation.output_file import count_complete_sentences, open_output
 from transformer_jax.translation.output_formats import OutputFlags, output_writer
 from transformer_jax.translation.requests import Translation, blocks
 
@@ -64,7 +64,7 @@ def test_a_whole_run_leaves_only_its_output(kind, tmp_path):
     assert run(source, tmp_path / "out", resume=True, **arguments) == 0  # nothing to resume
     assert sorted(p.name for p in tmp_path.iterdir()) == ["input", "out"]
     numbered = arguments == {"format": "text", "nbest": 3}
-    assert complete_sentences(tmp_path / "out", numbered=numbered)[0] == 25 - numbered
+    assert count_complete_sentences(tmp_path / "out", numbered=numbered)[0] == 25 - numbered
     run(source, tmp_path / "whole", **arguments)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
 

@@ -12,7 +12,7 @@ from random_models import WORDS, lines_of_words, train_tokenizer
 
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.segments import cut
+from transformer_jax.translation.segments import cut_into_segments
 from transformer_jax.translation.sentences import divide
 
 LINES = lines_of_words(23)
@@ -26,7 +26,7 @@ def small_tokenizer() -> Tokenizer:
 def test_each_sentence_of_a_long_line_is_a_segment(tokenizer):
     sentences = ["one two.", "three four five six!", "seven eight nine ten one two?", "three."]
     line = " ".join(sentences)
-    segments = [segment.tokens for segment in cut(line, 23, tokenizer)[0]]
+    segments = [segment.tokens for segment in cut_into_segments(line, 23, tokenizer)[0]]
     assert len(segments) > 1 and all(len(segment) <= 23 for segment in segments)
     joined = [token for segment in segments for token in segment]
     assert joined == tokenizer.source.encode([line])[0]
@@ -50,7 +50,7 @@ def test_sentences_end_after_all_their_punctuation(sentences):
 
 def test_ten_thousand_words_in_one_line(tokenizer):
     line = " ".join(WORDS * 1000)
-    segments = [segment.tokens for segment in cut(line, 23, tokenizer)[0]]
+    segments = [segment.tokens for segment in cut_into_segments(line, 23, tokenizer)[0]]
     assert max(map(len, segments)) <= 23
     assert [*itertools.chain(*segments)] == tokenizer.source.encode([line])[0]
 
@@ -84,7 +84,7 @@ WORDS_AND_SPACES = st.sampled_from(
     limit=st.integers(1, 24),
 )
 def test_no_segment_of_any_text_is_above_the_limit_and_none_is_lost(text, limit):
-    segments, after = cut(text, limit, small_tokenizer())
+    segments, after = cut_into_segments(text, limit, small_tokenizer())
     assert all(len(segment.tokens) <= limit for segment in segments)
     joined = "".join(segment.before + segment.text for segment in segments) + after
     assert joined.split() == text.split() or "".join(joined.split()) == "".join(text.split())
@@ -99,13 +99,15 @@ def test_leading_tags_begin_each_segment():
         return tokenizer.source.encode([text])[0]
 
     line, tags = "<2de> <BT> " + " ".join(WORDS * 3), encode("<2de> <BT>")
-    segments = [segment.tokens for segment in cut(line, 15, tokenizer)[0]]
+    segments = [segment.tokens for segment in cut_into_segments(line, 15, tokenizer)[0]]
     assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
     assert all(segment[: len(tags)] == tags for segment in segments)
     rest = [segment[len(tags) :] for segment in segments]
     assert [*itertools.chain(*rest)] == encode(line)[len(tags) :]
     many = "<2de> " * 30 + "one two"  # longer than a segment, so treated as text
-    assert [id for segment in cut(many, 15, tokenizer)[0] for id in segment.tokens] == encode(many)
+    assert [
+        id for segment in cut_into_segments(many, 15, tokenizer)[0] for id in segment.tokens
+    ] == encode(many)
 
 
 CHINESE = ["我们去学校。", "「你好！」", "他说。", "今天很好？！", "我不去…。"]
@@ -122,7 +124,7 @@ def chinese():
 def test_text_without_spaces_is_split_between_sentences(chinese):
     """A sentence that is too long is cut anywhere. Segments contain no space tokens."""
     line = "".join(CHINESE) * 3 + "我们去学校" * 9
-    segments = [segment.tokens for segment in cut(line, 20, chinese)[0]]
+    segments = [segment.tokens for segment in cut_into_segments(line, 20, chinese)[0]]
     texts = [chinese.source.decode(segment) for segment in segments]
     assert "".join(texts) == chinese.source.decode(chinese.source.encode([line])[0])
     assert segments == chinese.source.encode(texts)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from transformer_jax.translation.sentences import Divided, Joiner, divide, undivided
+from transformer_jax.translation.sentences import DividedText, Joiner, as_one_sentence, divide
 
 ROOT = Path(__file__).resolve().parents[2]
 BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -28,11 +28,11 @@ PLAIN = st.sampled_from(
 TEXTS = st.text() | st.lists(ODD | PLAIN).map("".join)
 
 
-def plain(text: str, *, language: str = "en", split: bool = True) -> Divided:
-    return divide(text, language=language) if split else undivided(text)
+def plain(text: str, *, language: str = "en", split: bool = True) -> DividedText:
+    return divide(text, language=language) if split else as_one_sentence(text)
 
 
-def joined(pieces: Divided, translations: list[str]) -> str:
+def joined(pieces: DividedText, translations: list[str]) -> str:
     joiner = Joiner()
     for before, source, text in zip(pieces.before, pieces.sentences, translations, strict=True):
         joiner.add(before, source, text)
@@ -44,7 +44,7 @@ def spaces_joined(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def check_sentences(cut: Divided) -> None:
+def check_sentences(cut: DividedText) -> None:
     assert len(cut.sentences) == len(cut.before)
     for sentence in cut.sentences:
         assert sentence and sentence == sentence.strip()

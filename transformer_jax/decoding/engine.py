@@ -48,7 +48,7 @@ class Engine:
     Attributes:
       buckets: the first takes sources of up to 128 tokens, the second up to 512 tokens with a
         quarter as many rows, and so on.
-      fewest_rows: minimum number of rows of a search.
+      min_rows: minimum number of rows of a search.
       longest_source: maximum source length in tokens, EOS included.
       method: ``BeamSearch`` or ``Sampling``, from ``config``.
     """

@@ -97,7 +97,7 @@ def compare(
     sources = [_complete(affixes.source(ids), model) for ids in tokenizer.source.encode(SENTENCES)]
     expected = [their_tokenizer(text).input_ids for text in texts]
     same_ids = sum(source == ids for source, ids in zip(sources, expected))
-    forced = affixes.before_target[: tokenizer.num_free]
+    forced = affixes.before_target[: tokenizer.unscored_prefix_length]
     outputs = _search(config, model, tokenizer, sources, forced)
     same_outputs = 0
     ended = 0
@@ -186,7 +186,7 @@ def _search(
         max_length=_MAX_TOKENS,
         max_extra_length=_MAX_TOKENS,
     )
-    engine = Engine(model, decoding, unscored_prefix_length=tokenizer.num_free)
+    engine = Engine(model, decoding, unscored_prefix_length=tokenizer.unscored_prefix_length)
     results = engine.search([Sentence(source, forced) for source in sources])
     return [hypotheses[0].tokens if hypotheses else [] for hypotheses in results]
 

@@ -109,7 +109,7 @@ class Service:
         options: dict[str, Any] = {}
         if translator.tokenizer.languages.tokens:
             options = {"source_language": pair.source, "target_language": pair.target}
-        glossary = translator.tokenized(query.glossary, "The glossary")
+        glossary = translator.tokenize_glossary(query.glossary, "The glossary")
         plans = list[Plan]()
         for text in query.texts:
             request = Request(text, query.prefix, format=query.format, glossary=glossary, **options)
@@ -139,7 +139,7 @@ class Service:
     def _translate(self, plans: Sequence[Plan], query: Query, pair: Pair) -> list[PlannedText]:
         """Start one task for each part."""
         model = self.models[pair]
-        turns = model.new_turns()  # keeps one request from taking all rows
+        semaphore = model.new_semaphore()  # keeps one request from taking all rows
         num_tokens = sum(_num_tokens(part) for plan in plans for part in plan.parts)
         attention = query.attention and num_tokens <= _MOST_ALIGNED
         texts = list[PlannedText]()
@@ -147,7 +147,7 @@ class Service:
             tasks = list[Task]()
             for part in plan.parts:
                 aligned = attention and _num_tokens(part) <= _LONGEST_ALIGNED
-                work = model.translate_part(part, turns, alignments=aligned)
+                work = model.translate_part(part, semaphore, alignments=aligned)
                 task = asyncio.create_task(work)
                 task.add_done_callback(partial(self._release, pair, len(part.sentences)))
                 self.num_accepted += len(part.sentences)

@@ -161,7 +161,7 @@ class Tokenizer:
         return Affixes([], after, of_target if languages.layout == "after" else [])
 
     @property
-    def num_free(self) -> int:
+    def unscored_prefix_length(self) -> int:
         """Number of tokens at the beginning of a target that the search is forced to take, and that
         have no score.
         """

@@ -40,7 +40,7 @@ class Alignment(NamedTuple):
         return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
 
-def concatenated(alignments: Sequence[Alignment]) -> Alignment:
+def concatenate(alignments: Sequence[Alignment]) -> Alignment:
     """Return the alignment of consecutive sentences. EOS separates them in the target only."""
     sources = [alignment.source[:-1] for alignment in alignments]
     targets = [alignment.target for alignment in alignments]
@@ -56,8 +56,8 @@ def concatenated(alignments: Sequence[Alignment]) -> Alignment:
         weights_TS[rows, num_source] = alignment.weights_TS[:, -1]
         row += len(target)
         column += len(source)
-        source_word_ids += _after(source_word_ids, alignment.source_word_ids)
-        target_word_ids += [*_after(target_word_ids, alignment.target_word_ids), -1]
+        source_word_ids += _number_after(source_word_ids, alignment.source_word_ids)
+        target_word_ids += [*_number_after(target_word_ids, alignment.target_word_ids), -1]
     return Alignment(
         tuple(chain(*sources, ["</s>"])),
         tuple(chain(*targets)),
@@ -67,9 +67,9 @@ def concatenated(alignments: Sequence[Alignment]) -> Alignment:
     )
 
 
-def _after(before: Sequence[int], word_ids: Sequence[int]) -> list[int]:
+def _number_after(previous_word_ids: Sequence[int], word_ids: Sequence[int]) -> list[int]:
     """Number words after those of the previous sentences."""
-    first = max(before, default=-1) + 1
+    first = max(previous_word_ids, default=-1) + 1
     return [word + first if word >= 0 else word for word in word_ids]
 
 

@@ -21,12 +21,12 @@ from transformer_jax.pretrained.loading import local_workdir
 from transformer_jax.settings.config_files import load_config_file
 from transformer_jax.translation.plan import Part
 from transformer_jax.translation.requests import Request, Translation
-from transformer_jax.translation.scoring import SMALLEST_PAIR, Scorer
+from transformer_jax.translation.scoring import MIN_PADDED_LENGTH, Scorer
 from transformer_jax.translation.translator import Translator
 
 logger = logging.getLogger(__name__)
 
-_ALIGNED_TOGETHER = 4
+_ALIGN_BATCH_SIZE = 4
 
 
 class AsyncTranslator:
@@ -54,9 +54,9 @@ class AsyncTranslator:
             for engine in engines
         ]
         self.workers = Workers(schedulers, engines[0].bucket_of)
-        together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
-        self._scorer = Scorer(translator.model, translator.tokenizer, together)
-        self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")
+        scorer_config = replace(self.config, batch_size=_ALIGN_BATCH_SIZE)
+        self._scorer = Scorer(translator.model, translator.tokenizer, scorer_config)
+        self._align_executor = ThreadPoolExecutor(1, thread_name_prefix="align")
 
     @classmethod
     def from_workdir(cls, workdir: str | Path, *, max_terms: int = 0, **settings: Any) -> Self:
@@ -77,12 +77,12 @@ class AsyncTranslator:
     def start(self) -> None:
         """Compile everything, then start the search threads."""
         self.workers.start()
-        pairs = [([0] * (length - 1), [0]) for length in self._aligned_lengths]
+        pairs = [([0] * (length - 1), [0]) for length in self._compiled_align_lengths]
         self._scorer.align_tokens(pairs)
 
     def close(self) -> None:
         """Stop the search; lines in progress fail."""
-        self._aligning.shutdown(cancel_futures=True)
+        self._align_executor.shutdown(cancel_futures=True)
         self.workers.close()
 
     async def translate(
@@ -99,29 +99,29 @@ class AsyncTranslator:
         request = Request.of(line, 1)
         # In a thread, because tokenizing a long line takes time.
         plan = await asyncio.to_thread(self.translator.plan, request, num_hypotheses)
-        turns = self.new_turns()
-        parts = [self.translate_part(part, turns, alignments=alignments) for part in plan.parts]
+        semaphore = self.new_semaphore()
+        parts = [self.translate_part(part, semaphore, alignments=alignments) for part in plan.parts]
         translations = await asyncio.gather(*parts)
         return await asyncio.to_thread(plan.join_parts, translations)
 
     async def translate_part(
-        self, part: Part, turns: asyncio.Semaphore, *, alignments: bool = False
+        self, part: Part, semaphore: asyncio.Semaphore, *, alignments: bool = False
     ) -> list[Translation]:
         """Translate a part of a plan. Returns its translations, best first.
 
-        The semaphore ``turns`` limits how many segments are searched at once. Parts that share a
-        semaphore thus leave rows for others.
+        ``semaphore`` limits how many segments are searched at once. Parts that share one thus leave
+        rows for others.
         """
 
-        async def search_in_turn(sentence: Sentence) -> list[Hypothesis]:
-            async with turns:
+        async def search_one(sentence: Sentence) -> list[Hypothesis]:
+            async with semaphore:
                 future = self.workers.submit(sentence)
                 try:
                     return await asyncio.wrap_future(future)
                 finally:
                     future.cancel()
 
-        hypotheses = await asyncio.gather(*map(search_in_turn, part.sentences))
+        hypotheses = await asyncio.gather(*map(search_one, part.sentences))
         if len(part.sentences) > 1:  # a long text takes time
             translations = await asyncio.to_thread(part.join, hypotheses)
         else:
@@ -131,27 +131,27 @@ class AsyncTranslator:
         if not alignments:
             return translations
         pairs = [(part.request, translation) for translation in translations]
-        return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
+        return await asyncio.wrap_future(self._align_executor.submit(self._scorer.align, pairs))
 
     @cached_property
-    def _aligned_lengths(self) -> list[int]:
+    def _compiled_align_lengths(self) -> list[int]:
         """The lengths for which alignment is compiled: those of a sentence that is searched at once
         and of its translation.
         """
         longest_source = self.translator.engines[0].longest_source
         positions = self.translator.model.config.position_limit
         longest = max(longest_source, self.config.longest_target(longest_source, positions))
-        lengths = [padded_length(1, SMALLEST_PAIR)]
+        lengths = [padded_length(1, MIN_PADDED_LENGTH)]
         while lengths[-1] < longest:
-            lengths.append(padded_length(lengths[-1] + 1, SMALLEST_PAIR))
+            lengths.append(padded_length(lengths[-1] + 1, MIN_PADDED_LENGTH))
         return [min(length, self._scorer.longest) for length in lengths]
 
     def _can_align(self, part: Part, translations: Sequence[Translation]) -> bool:
         """Whether alignment is compiled for a part and its translations."""
         num_tokens = sum(len(sentence.tokens) for sentence in part.sentences)
         lengths = [num_tokens + 1, *(translation.length for translation in translations)]
-        return max(lengths) <= self._aligned_lengths[-1]
+        return max(lengths) <= self._compiled_align_lengths[-1]
 
-    def new_turns(self) -> asyncio.Semaphore:
+    def new_semaphore(self) -> asyncio.Semaphore:
         """Create a semaphore. Parts that share it use at most half of the rows."""
         return asyncio.Semaphore(max(1, self.config.batch_size // 2))

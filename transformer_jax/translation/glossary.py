@@ -35,14 +35,16 @@ Terms: TypeAlias = dict[str, list[TargetTerm]]
 """Source terms, each with its target terms."""
 
 # Accents, points and vowel signs, which are part of their word (Latin to Khmer).
-_MARKS = "".join(
+_COMBINING_MARKS = "".join(
     character
     for character in map(chr, range(0x300, 0x1800))
     if unicodedata.category(character)[0] == "M"
 )
-_WORD = re.compile(rf"[{UNSPACED}][{_MARKS}]*|(?:[^\W{UNSPACED}]|[{_MARKS}])+|[^\w\s]")
+_WORD = re.compile(
+    rf"[{UNSPACED}][{_COMBINING_MARKS}]*|(?:[^\W{UNSPACED}]|[{_COMBINING_MARKS}])+|[^\w\s]"
+)
 # Other forms of apostrophes, quotation marks and hyphens, and invisible characters.
-_SAME = str.maketrans(
+_NORMALIZED_CHARACTERS = str.maketrans(
     dict.fromkeys("’‘ʼ‛＇", "'")
     | dict.fromkeys("“”„‟＂", '"')
     | dict.fromkeys("‐‑", "-")
@@ -71,11 +73,11 @@ def read_glossary(path: str | Path) -> dict[str, list[str]]:
     return {source: list(dict.fromkeys(targets)) for source, targets in terms.items()}
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words of a text as they are compared: in Unicode's composed form, with plain
     apostrophes and hyphens. A word after white space, except the first, begins with a space.
     """
-    text = unicodedata.normalize("NFC", text).translate(_SAME)
+    text = unicodedata.normalize("NFC", text).translate(_NORMALIZED_CHARACTERS)
     words = list[str]()
     end = 0
     for word in _WORD.finditer(text):
@@ -111,20 +113,21 @@ class Glossary(Mapping[str, list[TargetTerm]]):
             raise UserError(f"{name} is {short_repr(terms)}; expected target terms by source term.")
         self._terms: Terms = {}
         self._root = _TermNode()
-        self._found = set[str]()
+        self._used_terms = set[str]()
         for source, targets in terms.items():
-            where = f"{name}: {short_repr(source)}"
-            texts = _checked(source, targets, where)
-            words = words_of(source)
+            location = f"{name}: {short_repr(source)}"
+            texts = _check_term(source, targets, location)
+            words = split_words(source)
             if len(words) > MAX_WORDS:
                 raise UserError(
-                    f"{where} has {len(words)} words; expected a source term of at most "
+                    f"{location} has {len(words)} words; expected a source term of at most "
                     f"{MAX_WORDS}."
                 )
             alternatives = list[TargetTerm]()
             for text in texts:
-                alternatives += _tokenized(text, target, where, forbidden)
-            term_table([[term.ids for term in alternatives]], where)  # raises an error for too many
+                alternatives += _tokenize_term(text, target, location, forbidden)
+            # raises an error for too many
+            term_table([[term.ids for term in alternatives]], location)
             self._add(words, " ".join(source.split()), alternatives)
 
     def __getitem__(self, source: str) -> list[TargetTerm]:
@@ -137,21 +140,21 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         return len(self._terms)
 
     @property
-    def num_found(self) -> int:
+    def num_used(self) -> int:
         """Number of source terms that have occurred in a text."""
-        return len(self._found)
+        return len(self._used_terms)
 
-    def found_in(self, text: str, own: Glossary | None = None) -> Terms:
+    def find_terms(self, text: str, extra: Glossary | None = None) -> Terms:
         """Find the source terms that occur in a text as whole words, with any white space between
         them. If terms overlap, the first counts, and of those that begin together the longest.
-        ``own`` adds terms, and replaces the target terms of the same source term.
+        ``extra`` adds terms, and replaces the target terms of the same source term.
         """
-        glossaries = [self] if own is None else [own, self]
+        glossaries = [self] if extra is None else [extra, self]
         glossaries = [glossary for glossary in glossaries if glossary]
         terms: Terms = {}
         if not glossaries:
             return terms
-        words = words_of(text)
+        words = split_words(text)
         first = 0
         while first < len(words):
             longest = 0
@@ -162,7 +165,7 @@ class Glossary(Mapping[str, list[TargetTerm]]):
                     best_source = source
                     owner = glossary
             if longest:
-                owner._found.add(best_source)
+                owner._used_terms.add(best_source)
                 terms[best_source] = owner[best_source]
             first += max(1, longest)
         return terms
@@ -173,8 +176,8 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         for word in words:
             node = node.next.setdefault(word, _TermNode())
         node.source = node.source or source
-        known = self._terms.setdefault(node.source, [])
-        known += [term for term in targets if term not in known]
+        known_targets = self._terms.setdefault(node.source, [])
+        known_targets += [term for term in targets if term not in known_targets]
 
     def _longest_at(self, words: Sequence[str], first: int) -> tuple[int, str]:
         """Return the number of words of the longest source term that begins at a word, and the
@@ -182,23 +185,23 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         """
         length = 0
         source = ""
-        for number, node in enumerate(self._path(words, first), 1):
+        for number, node in enumerate(self._matching_nodes(words, first), 1):
             if node.source:
                 length = number
                 source = node.source
         return length, source
 
-    def _path(self, words: Sequence[str], first: int) -> Iterator[_TermNode]:
+    def _matching_nodes(self, words: Sequence[str], first: int) -> Iterator[_TermNode]:
         """Yield the nodes of the words from ``first`` on, as long as there are terms."""
         node = self._root.next.get(words[first].removeprefix(" "))
-        place = first + 1
+        index = first + 1
         while node is not None:
             yield node
-            node = node.next.get(words[place]) if place < len(words) else None
-            place += 1
+            node = node.next.get(words[index]) if index < len(words) else None
+            index += 1
 
 
-def unmet(terms: Mapping[str, list[TargetTerm]], translation: str) -> tuple[str, ...]:
+def unmet_terms(terms: Mapping[str, list[TargetTerm]], translation: str) -> tuple[str, ...]:
     """Return the source terms without any of their target terms in the translation."""
     text = f" {translation}"
     return tuple(
@@ -208,32 +211,32 @@ def unmet(terms: Mapping[str, list[TargetTerm]], translation: str) -> tuple[str,
     )
 
 
-def _checked(source: Any, targets: Any, where: str) -> list[str]:
+def _check_term(source: Any, targets: Any, location: str) -> list[str]:
     """Return the target terms of a source term without repeats, or raise ``UserError``."""
     texts = [targets] if isinstance(targets, str) else targets
     if not isinstance(texts, list | tuple) or not texts:
-        raise UserError(f"{where} is {short_repr(targets)}; expected target terms.")
+        raise UserError(f"{location} is {short_repr(targets)}; expected target terms.")
     for text in (source, *texts):
-        check_text(text, where)
+        check_text(text, location)
         if not text.strip():
-            raise UserError(f"{where} has the blank term {text!r}; remove it.")
-    if not words_of(source):
-        raise UserError(f"{where} has no visible character; remove it.")
+            raise UserError(f"{location} has the blank term {text!r}; remove it.")
+    if not split_words(source):
+        raise UserError(f"{location} has no visible character; remove it.")
     return list(dict.fromkeys(text.strip() for text in texts))
 
 
-def _tokenized(
-    text: str, target: SubwordModel, where: str, forbidden: Collection[int]
+def _tokenize_term(
+    text: str, target: SubwordModel, location: str, forbidden: Collection[int]
 ) -> list[TargetTerm]:
     """Tokenize a target term as after a space. A Chinese or Japanese term also as without it."""
-    [before] = target.encode(["a"])
-    [both] = target.encode([f"a {text}"])
-    ids = both[len(before) :]
-    wrong = {*ids} & {*forbidden}
-    if wrong:
+    [without_term] = target.encode(["a"])
+    [with_term] = target.encode([f"a {text}"])
+    ids = with_term[len(without_term) :]
+    forbidden_ids = {*ids} & {*forbidden}
+    if forbidden_ids:
         raise UserError(
-            f"{where}: the target term {short_repr(text)} has tokens that cannot be "
-            f"generated ({' '.join(target.tokens(wrong))}); change it."
+            f"{location}: the target term {short_repr(text)} has tokens that cannot be "
+            f"generated ({' '.join(target.tokens(forbidden_ids))}); change it."
         )
     decoded = target.decode(ids).strip()
     if not re.match(f"[{CHINESE_JAPANESE}]", text):
@@ -243,7 +246,7 @@ def _tokenized(
     return [TargetTerm(decoded, ids), TargetTerm(decoded, unspaced)]
 
 
-def repetition(tokens: Sequence[str], terms: Terms) -> str:
+def find_repetition(tokens: Sequence[str], terms: Terms) -> str:
     """Return what a translation says four or more times in a row, if anything: up to four tokens
     that no target term repeats. A model that is forced to use a term it would never say does this.
     """

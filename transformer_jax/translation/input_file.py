@@ -97,48 +97,48 @@ def _parse_int(digits: str) -> int | float:
 
 
 # parse_constant raises ValueError for NaN and Infinity.
-_JSON = json.JSONDecoder(parse_constant=int, parse_int=_parse_int)
-_GAP = re.compile(r"[ \t\r\n:,]*")
+_JSON_DECODER = json.JSONDecoder(parse_constant=int, parse_int=_parse_int)
+_SEPARATORS = re.compile(r"[ \t\r\n:,]*")
 
 
 def _fields(line: str) -> list[tuple[str, str]]:
     """Split a JSON object into names and values. The values are JSON, as written in the line."""
     texts = list[str]()
     end = line.index("{") + 1
-    while line[start := _GAP.match(line, end).end()] != "}":  # type: ignore[union-attr]
-        _, end = _JSON.raw_decode(line, start)
+    while line[start := _SEPARATORS.match(line, end).end()] != "}":  # type: ignore[union-attr]
+        _, end = _JSON_DECODER.raw_decode(line, start)
         texts.append(line[start:end])
     names = [json.loads(name) for name in texts[::2]]
     return list(zip(names, texts[1::2]))
 
 
-def _from_json(record: Record, where: str, text_field: str) -> Record:
+def _from_json(record: Record, location: str, text_field: str) -> Record:
     """Parse the JSON object in the record's text."""
     try:
-        values = _JSON.decode(record.text)
+        values = _JSON_DECODER.decode(record.text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not valid JSON ({error}); expected an object.") from None
+        raise UserError(f"{location} is not valid JSON ({error}); expected an object.") from None
     if not isinstance(values, dict):
         raise UserError(
-            f"{where} is a JSON {type(values).__name__}; "
+            f"{location} is a JSON {type(values).__name__}; "
             f"expected an object with a {text_field!r} field."
         )
     if text_field not in values:
         names = ", ".join(list(values)[:20]) or "none"
         raise UserError(
-            f"{where} has no {text_field!r} field; choose another with --text-field. "
+            f"{location} has no {text_field!r} field; choose another with --text-field. "
             f"Fields of this line: {names}."
         )
     text = values[text_field]
-    check_text(text, f"{where}: field {text_field!r}")
+    check_text(text, f"{location}: field {text_field!r}")
     # Scoring and empty texts ignore the prefix. Exported tables give every line all fields, so a
     # prefix may be null.
     prefix = "" if record.target is not None or not text.strip() else values.get("prefix") or ""
-    check_text(prefix, f"{where}: field 'prefix'")
-    codes: dict[str, Any] = {"glossary": values.get("glossary") or {}}
+    check_text(prefix, f"{location}: field 'prefix'")
+    options: dict[str, Any] = {"glossary": values.get("glossary") or {}}
     for name in ("source_language", "target_language"):
-        codes[name] = values.get(name) or ""
-        check_text(codes[name], f"{where}: field {name!r}")
+        options[name] = values.get(name) or ""
+        check_text(options[name], f"{location}: field {name!r}")
     text = text.replace("\n", " ") if record.format == "text" else text
     prefix = prefix.replace("\n", " ")
-    return replace(record, text=text, prefix=prefix, fields=_fields(record.text), **codes)
+    return replace(record, text=text, prefix=prefix, fields=_fields(record.text), **options)

@@ -13,9 +13,9 @@ from functools import cache
 
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.documents.items import document_items, lines_of_items
-from transformer_jax.translation.documents.line import Line
+from transformer_jax.translation.documents.line import DocumentLine
 from transformer_jax.translation.documents.placeholders import PLACEHOLDERS
-from transformer_jax.translation.documents.placing import Target, TargetWriter
+from transformer_jax.translation.documents.placing import TargetLine, TargetWriter
 from transformer_jax.translation.requests import Translation
 
 
@@ -52,24 +52,24 @@ class Document:
         self._protect = tuple(protect)
 
         @cache
-        def known(shown: str) -> bool:
-            [ids] = tokenizer.source.encode([shown])
+        def can_copy(placeholder: str) -> bool:
+            [ids] = tokenizer.source.encode([placeholder])
             return tokenizer.source.unk_id not in ids
 
-        self.lines = list[Line]()
+        self.lines = list[DocumentLine]()
         for items in lines_of_items(document_items(text, self._is_html, name)):
-            line = Line(text, items, known, protect)
+            line = DocumentLine(text, items, can_copy, protect)
             if line.has_letters:
                 self.lines.append(line)
 
-    def joined(self, translations: Iterable[Translation]) -> str:
+    def join(self, translations: Iterable[Translation]) -> str:
         """Return the document with a translation of each line. Marks follow its alignment or, if it
         has none, keep their relative positions.
         """
         parts = list[str]()
         end = 0
         for line, translation in zip(self.lines, translations):
-            target = Target(line, translation, self._tokenizer, self._protect)
+            target = TargetLine(line, translation, self._tokenizer, self._protect)
             parts.append(self._text[end : line.start])
             parts.append(TargetWriter(line, target, self._is_html).write())
             end = line.end

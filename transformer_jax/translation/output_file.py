@@ -15,13 +15,13 @@ from transformer_jax.storage.files import locked
 
 logger = logging.getLogger(__name__)
 
-Write: TypeAlias = Callable[[str], None]
+WriteFunction: TypeAlias = Callable[[str], None]
 
 
 @contextmanager
 def open_output(
     path: str | None, *, resume: bool = False, numbered: bool = False
-) -> Iterator[tuple[Write, int]]:
+) -> Iterator[tuple[WriteFunction, int]]:
     """Open the output. Yields a function that writes the lines of one sentence, and the number of
     sentences already in the file.
 
@@ -42,20 +42,20 @@ def open_output(
         return
     with open(path, "ab", buffering=0) as file, ExitStack() as stack:
         num_complete = size = 0
-        regular = Path(path).is_file()  # not a device or named pipe
-        if regular:
-            busy = (
+        is_regular_file = Path(path).is_file()  # not a device or named pipe
+        if is_regular_file:
+            busy_message = (
                 f"{path} is being written by another process; wait for it to finish, or choose "
                 "another output file."
             )
-            stack.enter_context(locked(Path(path), busy))
+            stack.enter_context(locked(Path(path), busy_message))
             if resume:
-                num_complete, size = complete_sentences(path, numbered=numbered)
+                num_complete, size = count_complete_sentences(path, numbered=numbered)
             file.truncate(size)
         try:
             yield partial(_write, file), num_complete
         except BaseException as error:
-            if regular:
+            if is_regular_file:
                 message = "Finished lines are in %s; run the command again with --resume to "
                 message += "continue."
                 logger.info(message, path)
@@ -64,7 +64,7 @@ def open_output(
             raise
 
 
-def complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
+def count_complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
     """Count the complete sentences in a file. Returns their number and their size in bytes.
 
     A last line without a newline does not count. The last sentence of a ``numbered`` file does not

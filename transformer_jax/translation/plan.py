@@ -29,12 +29,12 @@ from transformer_jax.decoding.lexical_constraints import term_table
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.alignment import Alignment, concatenated
-from transformer_jax.translation.glossary import Glossary, Terms, repetition, unmet
+from transformer_jax.translation.alignment import Alignment, concatenate
+from transformer_jax.translation.glossary import Glossary, Terms, find_repetition, unmet_terms
 from transformer_jax.translation.markup import PLACEHOLDERS, Document
 from transformer_jax.translation.requests import GlossaryTerms, Request, Translation, check_text
-from transformer_jax.translation.segments import Segment, cut
-from transformer_jax.translation.sentences import Divided, Joiner, divide, undivided
+from transformer_jax.translation.segments import Segment, cut_into_segments
+from transformer_jax.translation.sentences import DividedText, Joiner, as_one_sentence, divide
 from transformer_jax.translation.tags import TagCheck
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 # Distance between the sampling seeds of a part's segments.
 _SEED_STRIDE = 1_000_003
 # A document's lang attribute, which must be among the first characters.
-_LANGUAGE = re.compile(r"<[^<>]*\s(?:xml:)?lang\s*=\s*[\"']?([A-Za-z]{2,3})")
-_HEAD = 4096
+_LANG_ATTRIBUTE = re.compile(r"<[^<>]*\s(?:xml:)?lang\s*=\s*[\"']?([A-Za-z]{2,3})")
+_HEAD_SIZE = 4096
 # Tokens of a translation for each token of its source and terms; more is suspicious.
 _MAX_RATIO = 3
 # Attention weights of a line, which grow quadratically.
@@ -88,11 +88,11 @@ class Part:
             score = math.nan if hypotheses else 0.0
             ranked = [Translation(self.after, score, score, 0)]
         if self.terms:
-            ranked = [dataclasses.replace(t, unmet=unmet(self.terms, t.text)) for t in ranked]
+            ranked = [dataclasses.replace(t, unmet=unmet_terms(self.terms, t.text)) for t in ranked]
             if ranked[0].unmet:
                 message = "%s: the translation lacks the glossary's terms for: %s."
                 logger.warning(message, self.request.name, ", ".join(ranked[0].unmet))
-            problem = self._problem(ranked[0])
+            problem = self._describe_problem(ranked[0])
             if problem:
                 message = (
                     "%s: the translation %s. This happens if the model would never choose a "
@@ -102,9 +102,9 @@ class Part:
                 logger.warning(message, self.request.name, problem, names)
         return ranked
 
-    def _problem(self, translation: Translation) -> str:
+    def _describe_problem(self, translation: Translation) -> str:
         """Return what is wrong with a translation that was forced to contain terms, if anything."""
-        repeated = repetition(translation.tokens, self.terms)
+        repeated = find_repetition(translation.tokens, self.terms)
         if repeated:
             return f"repeats {short_repr(repeated)}"
         num_source = sum(len(sentence.tokens) for sentence in self.sentences)
@@ -159,7 +159,7 @@ class Line:
             len(tokens),
             tuple(tokens[:-1]),
             tuple(chain.from_iterable(t.token_log_probs for t in translations)),
-            _concatenated(alignments),
+            _concatenate_alignments(alignments),
             tuple(dict.fromkeys(missing)),
         )
 
@@ -176,14 +176,14 @@ def _without_tag(part: Part, alignment: Alignment | None) -> Alignment | None:
     )
 
 
-def _concatenated(alignments: Sequence[Alignment | None]) -> Alignment | None:
+def _concatenate_alignments(alignments: Sequence[Alignment | None]) -> Alignment | None:
     """Concatenate alignments, or return None if one is missing or the matrix would be too large."""
-    known = [alignment for alignment in alignments if alignment is not None]
-    if not known or len(known) < len(alignments):
+    present = [alignment for alignment in alignments if alignment is not None]
+    if not present or len(present) < len(alignments):
         return None
-    num_source = sum(len(alignment.source) for alignment in known)
-    num_target = sum(len(alignment.target) for alignment in known)
-    return concatenated(known) if num_source * num_target <= _MAX_WEIGHTS else None
+    num_source = sum(len(alignment.source) for alignment in present)
+    num_target = sum(len(alignment.target) for alignment in present)
+    return concatenate(present) if num_source * num_target <= _MAX_WEIGHTS else None
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ class Plan:
 
     def join_segments(self, hypotheses: Sequence[Sequence[Hypothesis]]) -> list[list[Translation]]:
         """Return the translations of each part from hypotheses for ``sentences``."""
-        following = iter(hypotheses)
-        return [part.join(list(islice(following, len(part.sentences)))) for part in self.parts]
+        remaining = iter(hypotheses)
+        return [part.join(list(islice(remaining, len(part.sentences)))) for part in self.parts]
 
     def join_parts(self, translations: Sequence[Sequence[Translation]]) -> list[Translation]:
         """Return the translations of the request, best first, from those of its ``parts``.
@@ -232,13 +232,13 @@ class Plan:
         return [self._joined(translations, rank) for rank in range(count)]
 
     def _joined(self, translations: Sequence[Sequence[Translation]], rank: int) -> Translation:
-        chosen = iter([ranked[min(rank, len(ranked) - 1)] for ranked in translations])
-        lines = [line.join(list(islice(chosen, len(line.parts)))) for line in self.lines]
+        selected = iter([ranked[min(rank, len(ranked) - 1)] for ranked in translations])
+        lines = [line.join(list(islice(selected, len(line.parts)))) for line in self.lines]
         if self.document is None:
             return lines[0]
         missing = chain.from_iterable(line.unmet for line in lines)
         return Translation(
-            self.document.joined(lines),
+            self.document.join(lines),
             sum(line.score for line in lines),
             sum(line.log_prob for line in lines),
             0,
@@ -296,12 +296,12 @@ class Planner:
         """
         check_text(request.text, request.name)
         self.tags.check(request)
-        own_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
+        request_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
         is_one_part = divided is None and request.format == "text"
-        parts = _Parts(
+        parts = _PartMaker(
             self,
             request,
-            [glossary, own_glossary],
+            [glossary, request_glossary],
             max(1, num_hypotheses),
             language=language
             or request.source_language
@@ -323,7 +323,7 @@ class Planner:
         return ""
 
     def _make_plan(
-        self, parts: _Parts, request: Request, divided: bool | None, protect: Sequence[str]
+        self, parts: _PartMaker, request: Request, divided: bool | None, protect: Sequence[str]
     ) -> Plan:
         is_document = request.format != "text"
         if divided is None and not is_document:
@@ -331,27 +331,29 @@ class Planner:
             return Plan(request, [Line([] if blank else [parts.make(request.text)])])
         text = request.text.removeprefix(parts.tag)
         if not is_document:
-            pieces = divide(text, language=parts.language) if divided else undivided(text)
+            pieces = divide(text, language=parts.language) if divided else as_one_sentence(text)
             return Plan(request, [parts.line(pieces)])
         document = Document(
             text, request.format, self.tokenizer, protect=protect, name=request.name
         )
         lines = list[Line]()
         for line in document.lines:
-            pieces = undivided(line.text)
+            pieces = as_one_sentence(line.text)
             if divided is not False:
-                pieces = divide(line.text, language=parts.language, copy=False)
+                pieces = divide(line.text, language=parts.language, copy_symbols=False)
             lines.append(parts.line(pieces, needs_alignment=bool(line.marks)))
         return Plan(request, lines, document)
 
 
 def _declared_language(request: Request) -> str:
     """Return the code in a document's lang attribute, if it has one."""
-    declared = None if request.format == "text" else _LANGUAGE.search(request.text, 0, _HEAD)
+    declared = (
+        None if request.format == "text" else _LANG_ATTRIBUTE.search(request.text, 0, _HEAD_SIZE)
+    )
     return declared[1] if declared else ""
 
 
-class _Parts:
+class _PartMaker:
     """Makes the parts of one request in order.
 
     Attributes:
@@ -376,14 +378,16 @@ class _Parts:
         self._glossaries = glossaries
         self._num_hypotheses = num_hypotheses
         self._affixes = request.affixes(planner.tokenizer)
-        self._forced = self._affixes.before_target[: planner.tokenizer.num_free]
-        self._prefix_ids = self._forced
+        self._unscored_prefix = self._affixes.before_target[
+            : planner.tokenizer.unscored_prefix_length
+        ]
+        self._prefix_ids = self._unscored_prefix
         if prefix := self._encoded_prefix():
             self._prefix_ids = self._affixes.target(prefix)
         self._prefix_text = request.prefix
         self._long_parts = list[tuple[int, int]]()
 
-    def line(self, pieces: Divided, *, needs_alignment: bool = False) -> Line:
+    def line(self, pieces: DividedText, *, needs_alignment: bool = False) -> Line:
         """Make a line of sentences."""
         parts = [
             self.make(sentence, before, needs_alignment)
@@ -399,7 +403,7 @@ class _Parts:
         )
         segments, after = self._segments(request)
         terms = self._terms(request.text)
-        whole = len(segments) == 1
+        is_one_segment = len(segments) == 1
         sentences = list[Sentence]()
         for index, segment in enumerate(segments):
             sentences.append(
@@ -408,10 +412,10 @@ class _Parts:
                     self._prefix_ids,
                     seed=(max(1, request.number) + _SEED_STRIDE * index) % 2**32,
                     num_hypotheses=self._num_hypotheses,
-                    terms=self._term_table(terms if whole else self._terms(segment.text)),
+                    terms=self._term_table(terms if is_one_segment else self._terms(segment.text)),
                 )
             )
-            self._prefix_ids = self._forced  # the language begins every segment
+            self._prefix_ids = self._unscored_prefix  # the language begins every segment
         self._prefix_text = ""
         return Part(
             request, source, before, segments, sentences, after, terms, needs_alignment, tokenizer
@@ -438,7 +442,7 @@ class _Parts:
             return [], ""
         if len(tokens) <= planner.longest_source:
             return [Segment(request.text, tokens)], ""
-        segments, after = cut(
+        segments, after = cut_into_segments(
             request.text,
             planner.longest_source,
             planner.tokenizer,
@@ -470,8 +474,8 @@ class _Parts:
 
     def _terms(self, text: str) -> Terms:
         """Find the terms of the glossaries in a text."""
-        glossary, own_glossary = self._glossaries
-        return glossary.found_in(text, own_glossary)
+        glossary, request_glossary = self._glossaries
+        return glossary.find_terms(text, request_glossary)
 
     def _term_table(self, terms: Terms) -> np.ndarray | None:
         if not terms:

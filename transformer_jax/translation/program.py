@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Answers: TypeAlias = Iterator[tuple[Record, list[Translation]]]
-Translate: TypeAlias = Callable[[Iterator[Record]], Answers]
+TranslatedRecords: TypeAlias = Iterator[tuple[Record, list[Translation]]]
+TranslateFunction: TypeAlias = Callable[[Iterator[Record]], TranslatedRecords]
 
 
 def decode(argv: Sequence[str] | None) -> None:
@@ -47,13 +47,16 @@ def decode(argv: Sequence[str] | None) -> None:
     writer = output_writer(
         arguments.results, files.format, log_probs=scoring.score_targets is not None
     )
-    with open_output(files.output, resume=files.resume, numbered=writer.numbered) as (write, done):
-        if done and evaluation:
+    with open_output(files.output, resume=files.resume, numbered=writer.numbered) as (
+        write,
+        num_complete,
+    ):
+        if num_complete and evaluation:
             raise UserError(
-                f"{files.output} already has {done} sentences, but --reference needs all of them "
-                "in one run; omit --resume or --reference."
+                f"{files.output} already has {num_complete} sentences, but --reference needs all "
+                "of them in one run; omit --resume or --reference."
             )
-        for record, translations in translate(source.records(skip=done)):
+        for record, translations in translate(source.records(skip=num_complete)):
             write(writer.text(record, translations))
             if evaluation:
                 evaluation.hypotheses.append(translations[0].text)
@@ -132,7 +135,7 @@ class _Evaluation:
         print(evaluate(self.hypotheses, self._references, tokenize=self._tokenize), file=sys.stderr)
 
 
-def _load(arguments: Arguments) -> Translate:
+def _load(arguments: Arguments) -> TranslateFunction:
     """Load the models. Returns a function that yields each record with its translations, best
     first, or with its scored target.
     """
@@ -147,7 +150,7 @@ def _load(arguments: Arguments) -> Translate:
     files = arguments.files
     devices = tuple(devices_for_rows(arguments.search.batch_size))
     glossary = read_glossary(files.glossary) if files.glossary else None
-    loaded = load_models(
+    model_parts = load_models(
         arguments.workdir,
         source_language=files.source_language,
         target_language=files.target_language,
@@ -155,27 +158,29 @@ def _load(arguments: Arguments) -> Translate:
     )
     layer = arguments.results.alignment_layer
     size = files.window or 100 * arguments.search.batch_size
-    translate: Translate
+    translate: TranslateFunction
     if arguments.scoring.score_targets is None:
-        translator = Translator(*loaded, devices=devices, glossary=glossary)
-        translate = _translating(translator, arguments, size)
+        translator = Translator(*model_parts, devices=devices, glossary=glossary)
+        translate = _make_translate_function(translator, arguments, size)
         if not arguments.results.alignments:
             return translate
         scorer = translator.scorer
     else:
-        scorer = Scorer(*loaded, devices=devices)
-        translate = _scoring(scorer, size)
+        scorer = Scorer(*model_parts, devices=devices)
+        translate = _make_score_function(scorer, size)
         if not arguments.results.alignments:
             return translate
     scorer.align([], layer=layer)  # fail before the output is truncated
-    return lambda records: _aligned(translate(records), scorer, layer)
+    return lambda records: _add_alignments(translate(records), scorer, layer)
 
 
-def _translating(translator: Translator, arguments: Arguments, size: int) -> Translate:
+def _make_translate_function(
+    translator: Translator, arguments: Arguments, size: int
+) -> TranslateFunction:
     """Return a function that translates ``size`` records at a time."""
     from transformer_jax.translation.markup import PLACEHOLDERS
 
-    def translate(records: Iterator[Record]) -> Answers:
+    def translate(records: Iterator[Record]) -> TranslatedRecords:
         for window in blocks(records, size):
             translations = translator.stream(
                 window,
@@ -191,10 +196,10 @@ def _translating(translator: Translator, arguments: Arguments, size: int) -> Tra
     return translate
 
 
-def _scoring(scorer: Scorer, size: int) -> Translate:
+def _make_score_function(scorer: Scorer, size: int) -> TranslateFunction:
     """Return a function that scores the targets of ``size`` records at a time."""
 
-    def score(records: Iterator[Record]) -> Answers:
+    def score(records: Iterator[Record]) -> TranslatedRecords:
         for window in blocks(records, size):
             scored = scorer.score([(record, record.target or "") for record in window])
             for record, translation in zip(window, scored):
@@ -203,9 +208,11 @@ def _scoring(scorer: Scorer, size: int) -> Translate:
     return score
 
 
-def _aligned(answers: Answers, scorer: Scorer, layer: int | None) -> Answers:
+def _add_alignments(
+    translated_records: TranslatedRecords, scorer: Scorer, layer: int | None
+) -> TranslatedRecords:
     """Add alignments, few records at a time, because attention weights are large."""
-    for batch in blocks(answers, scorer.config.batch_size):
+    for batch in blocks(translated_records, scorer.config.batch_size):
         pairs = [(record, t) for record, translations in batch for t in translations]
         aligned = iter(scorer.align(pairs, layer=layer))
         for record, translations in batch:

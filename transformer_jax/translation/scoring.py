@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 Tokens = Sequence[int]
 
 _MAX_LOGITS = 2**22
-_FULL_LENGTH = 64
-SMALLEST_PAIR = 16
+_FULL_BATCH_LENGTH = 64
+MIN_PADDED_LENGTH = 16
 """Smallest padded length of a pair (``length_buckets.padded_length``)."""
-_LONGEST = 4096  # attention memory is quadratic in length
+_MAX_LENGTH = 4096  # attention memory is quadratic in length
 
 
 class Scorer:
@@ -66,7 +66,7 @@ class Scorer:
         check_vocabulary(model, tokenizer)
         self.tokenizer = tokenizer
         self.config = config or DecodingConfig()
-        self.longest = min(_LONGEST, model.config.position_limit)
+        self.longest = min(_MAX_LENGTH, model.config.position_limit)
         self._config = model.config
         models = model.models if isinstance(model, Ensemble) else [model]
         self._layers = min(each.config.decoder_layers for each in models)
@@ -93,14 +93,14 @@ class Scorer:
             check_text(target, f"Line {number}: target")
             targets.append(target)
         tokens = self.tokenizer.target.encode(targets)
-        firsts = [request.affixes(self.tokenizer).before_target for request in requests]
-        encoded = [first + ids for first, ids in zip(firsts, tokens)]
+        prefixes = [request.affixes(self.tokenizer).before_target for request in requests]
+        encoded = [prefix + ids for prefix, ids in zip(prefixes, tokens)]
         scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
         translations = list[Translation]()
-        for text, first, ids, log_probs in zip(targets, firsts, encoded, scored):
+        for text, prefix, ids, log_probs in zip(targets, prefixes, encoded, scored):
             # The language is free, as in the search.
-            num_free = min(len(first), self.tokenizer.num_free)
-            log_probs = np.pad(log_probs[num_free:], (num_free, 0))
+            unscored_prefix_length = min(len(prefix), self.tokenizer.unscored_prefix_length)
+            log_probs = np.pad(log_probs[unscored_prefix_length:], (unscored_prefix_length, 0))
             log_prob = float(log_probs.sum(dtype=np.float64))
             length = len(log_probs)
             penalty = length_penalty(length, self.config.length_penalty, self.config.length_offset)
@@ -177,15 +177,15 @@ class Scorer:
         ]
 
     def _in_batches(
-        self, run: Callable[..., Array], pairs: Sequence[tuple[Tokens, Tokens]]
+        self, function: Callable[..., Array], pairs: Sequence[tuple[Tokens, Tokens]]
     ) -> list[np.ndarray | None]:
-        """Call ``run(parameters, source_BL, target_BL)`` with batches of pairs of similar length.
-        Returns the result rows in the order of ``pairs``. A pair that is too long gets None and a
-        warning.
+        """Call ``function(parameters, source_BL, target_BL)`` with batches of pairs of similar
+        length. Returns the result rows in the order of ``pairs``. A pair that is too long gets
+        None and a warning.
         """
         lengths = [1 + max(map(len, pair)) for pair in pairs]
         padded = {
-            i: min(padded_length(length, SMALLEST_PAIR), self.longest)
+            i: min(padded_length(length, MIN_PADDED_LENGTH), self.longest)
             for i, length in enumerate(lengths)
             if length <= self.longest
         }
@@ -195,11 +195,11 @@ class Scorer:
             logger.warning(message, len(pairs) - len(padded), len(pairs), self.longest)
         running: list[tuple[list[int], Array]] = []
         # Dispatch the longest pairs first, and all batches before waiting for the first result.
-        in_order = sorted(padded, key=padded.__getitem__, reverse=True)
-        for length, same in groupby(in_order, key=padded.__getitem__):
-            rows = self.config.batch_size * _FULL_LENGTH // max(length, _FULL_LENGTH)
+        longest_first = sorted(padded, key=padded.__getitem__, reverse=True)
+        for length, indices in groupby(longest_first, key=padded.__getitem__):
+            rows = self.config.batch_size * _FULL_BATCH_LENGTH // max(length, _FULL_BATCH_LENGTH)
             rows = max(1, rows // len(self._parameters))
-            for batch in blocks(same, rows):
+            for batch in blocks(indices, rows):
                 sides_2BL = np.full((2, rows, length), self._config.pad_id, np.int32)
                 for row, i in enumerate(batch):
                     source, target = pairs[i]
@@ -208,7 +208,7 @@ class Scorer:
                     sides_2BL[0, row, : len(source)] = source
                     sides_2BL[1, row, : len(target) + 1] = [*target, eos_id]
                 parameters = self._parameters[len(running) % len(self._parameters)]
-                running.append((batch, run(parameters, *sides_2BL)))
+                running.append((batch, function(parameters, *sides_2BL)))
         results: list[np.ndarray | None] = [None] * len(pairs)
         for batch, result in running:
             for i, row in zip(batch, np.asarray(result)):  # remaining rows are padding
@@ -237,7 +237,7 @@ class Scorer:
 def _label_log_probs(model: Any, hidden: Any, target_BT: Array) -> Array:
     """Compute target log-probabilities, a few positions at a time. Returns float32 [B, T]."""
 
-    def at_position(position: tuple[Any, Array]) -> Array:
+    def label_log_prob(position: tuple[Any, Array]) -> Array:
         hidden, target_B = position
         logits_BV = model.logits(jax.tree.map(lambda x_BD: x_BD[:, None], hidden))[:, 0]
         label_B = jnp.take_along_axis(logits_BV, target_B[:, None], axis=-1)[:, 0]
@@ -245,4 +245,4 @@ def _label_log_probs(model: Any, hidden: Any, target_BT: Array) -> Array:
 
     width = max(1, _MAX_LOGITS // (len(target_BT) * model.config.vocab_size))
     by_position = jax.tree.map(lambda x: x.swapaxes(0, 1), (hidden, target_BT))
-    return jax.lax.map(at_position, by_position, batch_size=min(width, len(target_BT.T))).T
+    return jax.lax.map(label_log_prob, by_position, batch_size=min(width, len(target_BT.T))).T

@@ -25,7 +25,7 @@ class Segment(NamedTuple):
     """Text between the previous segment and this one, usually whitespace."""
 
 
-def cut(
+def cut_into_segments(
     text: str,
     limit: int,
     tokenizer: Tokenizer,
@@ -47,23 +47,25 @@ def cut(
     tag = tokenizer.source.tag(text) if tag_tokens else ""
     limit -= len(tag_tokens)
     texts = list[str]()
-    tokens = list[list[int]]()
-    before = list[str]()
+    ids_of_words = list[list[int]]()
+    texts_before = list[str]()
     divided = divide(untagged, language=language)
-    for gap, sentence in zip(divided.before, divided.sentences):
+    for text_before, sentence in zip(divided.before, divided.sentences):
         for piece, piece_tokens in _pieces(sentence, limit, tokenizer):
             texts.append(piece.strip())
-            tokens.append(tag_tokens + piece_tokens)
-            before.append(gap)
-            gap = " " if piece[-1].isspace() else ""
+            ids_of_words.append(tag_tokens + piece_tokens)
+            texts_before.append(text_before)
+            text_before = " " if piece[-1].isspace() else ""
     # Encode each segment as a whole. This rarely takes more tokens than encoding its words, because
     # every word starts with a space token, even if it has no leading space.
     encoded = tokenizer.source.encode([tag + piece for piece in texts])
     segments = list[Segment]()
-    for piece, whole, of_words, gap in zip(texts, encoded, tokens, before):
-        fits = len(whole) <= len(tag_tokens) + limit
-        tokens_of_piece = affixes.source(whole if fits else of_words)
-        segments.append(Segment(piece, tokens_of_piece, gap))
+    for piece, segment_ids, word_ids, text_before in zip(
+        texts, encoded, ids_of_words, texts_before
+    ):
+        is_within_limit = len(segment_ids) <= len(tag_tokens) + limit
+        source_ids = affixes.source(segment_ids if is_within_limit else word_ids)
+        segments.append(Segment(piece, source_ids, text_before))
     return segments, divided.after
 
 

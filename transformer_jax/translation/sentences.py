@@ -17,23 +17,23 @@ _BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
 _LINE_BREAKS = re.compile(f"({_BREAK}+)")
 _SPACES = re.compile(r"\s+")
 _LETTER_OR_DIGIT = re.compile(r"[^\W_]")
-_VISIBLE = re.compile(r"\S")
+_NON_SPACE = re.compile(r"\S")
 # sentencex panics on unpaired surrogates and on some multi-byte whitespace.
-_UNSAFE = re.compile(rf"{_BREAK}|[\ud800-\udfff]|[^\S\x00-\x7f]")
+_UNSAFE_FOR_SENTENCEX = re.compile(rf"{_BREAK}|[\ud800-\udfff]|[^\S\x00-\x7f]")
 # The end of a text whose last letter is Chinese or Japanese (or a text of only CJK punctuation).
-_UNSPACED_END = re.compile(rf"[{CHINESE_JAPANESE}]\W*$")
+_NEEDS_NO_SPACE_AFTER = re.compile(rf"[{CHINESE_JAPANESE}]\W*$")
 # sentencex knows two-letter codes; NLLB's have three. Other languages have no rules of their own.
-_CODES = (
+_CODE_PAIRS = (
     "amh:am bak:ba bul:bg cat:ca ces:cs dan:da deu:de ell:el fin:fi fra:fr glg:gl grn:gn hat:ht "
     "hye:hy ita:it kaz:kk lim:li lin:ln ltz:lb nld:nl oci:oc pol:pl por:pt rus:ru slk:sk spa:es "
     "tam:ta tat:tt ukr:uk wol:wo"
 )
-_TWO_LETTERS = dict(code.split(":") for code in _CODES.split())
+_TWO_LETTER_CODES = dict(code.split(":") for code in _CODE_PAIRS.split())
 # sentencex takes quadratic time on some texts.
-_WINDOW = 2000
+_WINDOW_CHARACTERS = 2000
 
 
-class Divided(NamedTuple):
+class DividedText(NamedTuple):
     """A text divided into sentences."""
 
     sentences: list[str]
@@ -44,51 +44,51 @@ class Divided(NamedTuple):
     """Text after the last sentence; the whole text if it has no sentences."""
 
 
-def divide(text: str, *, language: str = "", copy: bool = True) -> Divided:
+def divide(text: str, *, language: str = "", copy_symbols: bool = True) -> DividedText:
     """Divide a text into sentences. An unknown ``language`` code is treated as English; codes such
     as de, de-AT, de_DE and deu_Latn are German.
 
     Lines are divided separately. Parts without a letter or digit are not sentences: they belong to
-    the text between sentences or, if ``copy`` is false, to the sentence after them or before them.
-    Unpaired surrogates are kept, so check texts first.
+    the text between sentences or, if ``copy_symbols`` is false, to the sentence after or before
+    them. Unpaired surrogates are kept, so check texts first.
     """
     language = re.split("[-_]", language.lower())[0]
-    language = _TWO_LETTERS.get(language, language)
+    language = _TWO_LETTER_CODES.get(language, language)
     units = (unit for line in _LINE_BREAKS.split(text) for unit in _units(line, language))
-    if copy:
-        return _collected(units, _LETTER_OR_DIGIT)
-    return _collected(_with_letters(units), _VISIBLE)
+    if copy_symbols:
+        return _select_sentences(units, _LETTER_OR_DIGIT)
+    return _select_sentences(_merge_symbols(units), _NON_SPACE)
 
 
-def undivided(text: str) -> Divided:
+def as_one_sentence(text: str) -> DividedText:
     """Return a text as one sentence, whose line breaks become spaces."""
-    return _collected([text], _VISIBLE)
+    return _select_sentences([text], _NON_SPACE)
 
 
-def _collected(units: Iterable[str], wanted: re.Pattern[str]) -> Divided:
-    """Collect the units that have a ``wanted`` character as sentences."""
+def _select_sentences(units: Iterable[str], required: re.Pattern[str]) -> DividedText:
+    """Collect the units that have a ``required`` character as sentences."""
     sentences = list[str]()
     before = list[str]()
     between = ""
     for unit in units:
         sentence = unit.strip()
-        if not wanted.search(sentence):
+        if not required.search(sentence):
             between += unit
             continue
         start, end = unit.split(sentence, 1)
         before.append(between + start)
-        sentences.append(_SPACES.sub(_without_break, sentence))
+        sentences.append(_SPACES.sub(_replace_line_break, sentence))
         between = end
-    return Divided(sentences, before, between)
+    return DividedText(sentences, before, between)
 
 
-def _with_letters(units: Iterable[str]) -> Iterator[str]:
+def _merge_symbols(units: Iterable[str]) -> Iterator[str]:
     """Merge units without a letter or digit into the unit after them, or the last one."""
     unit = ""
     pending = ""
-    for following in units:
-        pending += following
-        if _LETTER_OR_DIGIT.search(following):
+    for next_unit in units:
+        pending += next_unit
+        if _LETTER_OR_DIGIT.search(next_unit):
             yield unit
             unit = pending
             pending = ""
@@ -99,14 +99,14 @@ def _units(line: str, language: str) -> Iterator[str]:
     """Yield the sentences of a line with surrounding whitespace. A sentence of more than 1,000
     characters may be cut between words.
     """
-    safe = _UNSAFE.sub(" ", line)
+    safe = _UNSAFE_FOR_SENTENCEX.sub(" ", line)
     start = 0
     while start < len(safe):
-        units = _segment(language, safe[start : start + _WINDOW])
-        if start + _WINDOW < len(safe):
+        units = _segment(language, safe[start : start + _WINDOW_CHARACTERS])
+        if start + _WINDOW_CHARACTERS < len(safe):
             *units, last = units
-            if len(last) > _WINDOW // 2:  # otherwise it starts the next window
-                units.append(last[: last.rfind(" ", -_WINDOW // 2) + 1 or None])
+            if len(last) > _WINDOW_CHARACTERS // 2:  # otherwise it starts the next window
+                units.append(last[: last.rfind(" ", -_WINDOW_CHARACTERS // 2) + 1 or None])
         for unit in units:
             yield line[start : start + len(unit)]
             start += len(unit)
@@ -121,7 +121,7 @@ def _segment(language: str, text: str) -> list[str]:
         return [text]
 
 
-def _without_break(spaces: re.Match[str]) -> str:
+def _replace_line_break(spaces: re.Match[str]) -> str:
     return " " if _LINE_BREAKS.search(spaces[0]) else spaces[0]
 
 
@@ -160,4 +160,4 @@ class Joiner:
 
 def space_after(translation: str) -> str:
     """Return the separator after a translation: a space, or nothing after Chinese or Japanese."""
-    return "" if not translation or _UNSPACED_END.search(translation) else " "
+    return "" if not translation or _NEEDS_NO_SPACE_AFTER.search(translation) else " "

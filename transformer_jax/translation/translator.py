@@ -68,16 +68,16 @@ class Translator:
         self._devices = devices
         suppress = tuple(tokenizer.target.suppressed_ids(self.config.suppress))
         self.engines = self._make_engines(model, suppress)
-        unknown = tokenizer.target.unk_id
+        unk_id = tokenizer.target.unk_id
         self._planner = Planner(
             tokenizer,
-            frozenset(suppress if unknown is None else (unknown, *suppress)),
+            frozenset(suppress if unk_id is None else (unk_id, *suppress)),
             longest_source=self.engines[0].longest_source - 1,  # EOS takes one position
             longest_prefix=self.config.longest_target(1, model.config.position_limit) - 1,
             can_have_terms=self.config.method == "beam",
             tags=TagCheck(tokenizer),
         )
-        self._glossary = self.tokenized(glossary or {}, "The glossary")
+        self._glossary = self.tokenize_glossary(glossary or {}, "The glossary")
 
     def _make_engines(
         self, model: Transformer | Ensemble, suppress: tuple[int, ...]
@@ -88,7 +88,7 @@ class Translator:
             model,
             dataclasses.replace(self.config, batch_size=rows),
             suppress=suppress,
-            unscored_prefix_length=self.tokenizer.num_free,
+            unscored_prefix_length=self.tokenizer.unscored_prefix_length,
             device=self._devices[0] if self._devices else None,
         )
         return [engine, *map(engine.copy_to, self._devices[1:])]
@@ -100,10 +100,10 @@ class Translator:
         *,
         devices: Sequence[jax.Device] = (),
         glossary: GlossaryTerms | None = None,
-        **chosen: Any,
+        **settings: Any,
     ) -> Self:
-        """Load the model of a training run, or an ensemble. See ``load_models`` for ``chosen``."""
-        return cls(*load_models(workdir, **chosen), devices=devices, glossary=glossary)
+        """Load the model of a training run, or an ensemble (``load_models``, with ``settings``)."""
+        return cls(*load_models(workdir, **settings), devices=devices, glossary=glossary)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
@@ -213,7 +213,7 @@ class Translator:
         """
         return self._planner.plan(request, self._glossary, num_hypotheses, **options)
 
-    def tokenized(self, terms: GlossaryTerms, name: str) -> Glossary:
+    def tokenize_glossary(self, terms: GlossaryTerms, name: str) -> Glossary:
         """Tokenize a glossary once for many requests. ``name`` is for messages. Raises
         ``UserError`` if a term is invalid.
         """
@@ -223,35 +223,35 @@ class Translator:
         """Log how many terms of the translator's glossary have occurred in the input."""
         if self._glossary:
             message = "%d of the glossary's %d source terms occur in the input."
-            logger.info(message, self._glossary.num_found, len(self._glossary))
+            logger.info(message, self._glossary.num_used, len(self._glossary))
 
     def _run(self, plans: Sequence[Plan], layer: int | None) -> Iterator[list[Translation]]:
         """Search for the sentences of all plans together."""
         sentences = [sentence for plan in plans for sentence in plan.sentences]
         hypotheses = iter(search_together(self.engines, sentences))
-        translated = [
+        part_translations = [
             plan.join_segments(list(islice(hypotheses, len(plan.sentences)))) for plan in plans
         ]
-        self._align(plans, translated, layer)
-        for plan, translations in zip(plans, translated):
+        self._align(plans, part_translations, layer)
+        for plan, translations in zip(plans, part_translations):
             yield plan.join_parts(translations)
 
     def _align(
         self,
         plans: Sequence[Plan],
-        translated: Sequence[list[list[Translation]]],
+        part_translations: Sequence[list[list[Translation]]],
         layer: int | None,
     ) -> None:
         """Add an alignment to the translations of the parts that need one."""
         pairs = list[tuple[Request, Translation]]()
-        places = list[tuple[list[Translation], int]]()
-        for plan, parts in zip(plans, translated):
+        positions = list[tuple[list[Translation], int]]()
+        for plan, parts in zip(plans, part_translations):
             for part, translations in zip(plan.parts, parts):
                 if part.needs_alignment:
                     for rank, translation in enumerate(translations):
                         pairs.append((part.request, translation))
-                        places.append((translations, rank))
+                        positions.append((translations, rank))
         if not pairs:
             return
-        for (translations, rank), aligned in zip(places, self.scorer.align(pairs, layer=layer)):
+        for (translations, rank), aligned in zip(positions, self.scorer.align(pairs, layer=layer)):
             translations[rank] = aligned

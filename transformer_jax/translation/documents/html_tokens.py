@@ -9,22 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from transformer_jax.translation.documents.tokens import Token, names
+from transformer_jax.translation.documents.tokens import MarkupToken, name_set
 
-VOID = names("area base br col embed hr img input link meta param source track wbr")
+VOID_ELEMENTS = name_set("area base br col embed hr img input link meta param source track wbr")
 """Elements without content and end tag."""
-_RAW_TEXT = names("script style xmp iframe noembed noframes title textarea plaintext")
+_RAW_TEXT_ELEMENTS = name_set("script style xmp iframe noembed noframes title textarea plaintext")
 """Elements without tags in them."""
-_SHOWN_TEXT = names("title textarea")
+_VISIBLE_RAW_TEXT_ELEMENTS = name_set("title textarea")
 """Elements of raw text that a reader sees, with character references."""
-_FOREIGN = names("svg math")
+_FOREIGN_ELEMENTS = name_set("svg math")
 """Elements whose descendants follow other rules."""
 
 _SPACE = r" \t\n\r\f"
-_VALUE = rf""""[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z)|(?!["'])[^{_SPACE}>]*+"""
+_ATTRIBUTE_VALUE = rf""""[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z)|(?!["'])[^{_SPACE}>]*+"""
 _ATTRIBUTE = (
     rf"[{_SPACE}/]*+(?P<key>[^{_SPACE}/>][^{_SPACE}/>=]*+)"
-    rf"(?:[{_SPACE}]*+=[{_SPACE}]*+(?P<value>{_VALUE}))?+"
+    rf"(?:[{_SPACE}]*+=[{_SPACE}]*+(?P<value>{_ATTRIBUTE_VALUE}))?+"
 )
 _ATTRIBUTES = re.compile(_ATTRIBUTE)
 _TAG = re.compile(
@@ -36,60 +36,60 @@ _MARKUP = re.compile(r"<(?:[a-zA-Z!?]|/(?!\Z))")
 _COMMENT_END = re.compile(r"--!?>")
 
 
-def html_tokens(text: str) -> Iterator[Token]:
+def html_tokens(text: str) -> Iterator[MarkupToken]:
     """Yield the tokens of an HTML document. What is unfinished at its end is opaque."""
     position = 0
     if text.startswith("\ufeff"):  # the byte-order mark
         position = 1
-        yield Token("opaque", 0, 1)
+        yield MarkupToken("opaque", 0, 1)
     foreign_depth = 0
     while markup := _MARKUP.search(text, position):
         start = markup.start()
         if start > position:
-            yield Token("text", position, start)
-        token = _markup(text, start)
+            yield MarkupToken("text", position, start)
+        token = _markup_token(text, start)
         position = token.end
-        if token.name in _FOREIGN:
+        if token.name in _FOREIGN_ELEMENTS:
             foreign_depth += 1 if token.kind == "open" else -1
             foreign_depth = max(0, foreign_depth)
         if foreign_depth and token.kind == "open" and text.endswith("/>", start, position):
             token.kind = "void"
-            foreign_depth -= token.name in _FOREIGN
+            foreign_depth -= token.name in _FOREIGN_ELEMENTS
         yield token
-        if token.kind == "open" and token.name in _RAW_TEXT and not foreign_depth:
+        if token.kind == "open" and token.name in _RAW_TEXT_ELEMENTS and not foreign_depth:
             end = _end_of_raw_text(text, token)
             if end > position:
-                is_shown = token.name in _SHOWN_TEXT and end < len(text)
-                yield Token("text" if is_shown else "opaque", position, end)
+                is_visible = token.name in _VISIBLE_RAW_TEXT_ELEMENTS and end < len(text)
+                yield MarkupToken("text" if is_visible else "opaque", position, end)
             position = end
     if position < len(text):
-        yield Token("text", position, len(text))
+        yield MarkupToken("text", position, len(text))
 
 
-def _markup(text: str, start: int) -> Token:
+def _markup_token(text: str, start: int) -> MarkupToken:
     """Return the token that begins with "<" at ``start``."""
     tag = _TAG.match(text, start)
     if tag:
         return _tag_token(tag)
     if _TAG_START.match(text, start):
-        return Token("opaque", start, len(text))  # an unfinished tag
+        return MarkupToken("opaque", start, len(text))  # an unfinished tag
     if text.startswith("<!--", start):
-        return Token("comment", start, _end_of_comment(text, start))
+        return MarkupToken("comment", start, _end_of_comment(text, start))
     closing = "]]>" if text.startswith("<![CDATA[", start) else ">"
     end = text.find(closing, start + 2)
     is_comment = text[start + 1] != "!"
-    return Token(
+    return MarkupToken(
         "comment" if is_comment else "opaque",
         start,
         len(text) if end < 0 else end + len(closing),
     )
 
 
-def _tag_token(tag: re.Match[str]) -> Token:
+def _tag_token(tag: re.Match[str]) -> MarkupToken:
     name = tag["name"].lower()
     if tag["slash"]:
-        return Token("close", tag.start(), tag.end(), name)
-    token = Token("void" if name in VOID else "open", tag.start(), tag.end(), name)
+        return MarkupToken("close", tag.start(), tag.end(), name)
+    token = MarkupToken("void" if name in VOID_ELEMENTS else "open", tag.start(), tag.end(), name)
     if "translate" in tag["attributes"].lower():
         token.translate = _translate(tag["attributes"])
     return token
@@ -116,7 +116,7 @@ def _end_of_comment(text: str, start: int) -> int:
     return end.end() if end else len(text)
 
 
-def _end_of_raw_text(text: str, token: Token) -> int:
+def _end_of_raw_text(text: str, token: MarkupToken) -> int:
     """Return where the end tag of an element of raw text begins."""
     if token.name == "plaintext":
         return len(text)

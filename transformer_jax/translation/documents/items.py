@@ -15,7 +15,7 @@ from transformer_jax.translation.documents.placeholders import (
     template_tags,
     without_template_tags,
 )
-from transformer_jax.translation.documents.tokens import Token, names
+from transformer_jax.translation.documents.tokens import MarkupToken, name_set
 from transformer_jax.translation.documents.xml_tokens import xml_tokens
 
 _INLINE = re.compile(
@@ -24,21 +24,21 @@ _INLINE = re.compile(
     ".*-.*"
 )
 """HTML elements that do not divide a text into lines."""
-FORMATTING = names(
+FORMATTING = name_set(
     "a b bdi bdo big bold del em emphasis font hi i ins italic mark nobr s small strike strong tt "
     "u wbr"
 )
 """Elements that can begin or end inside a word."""
-_UNTRANSLATED_HTML = names("code math pre script style svg textarea")
-_UNTRANSLATED_XML = names(
+_UNTRANSLATED_HTML = name_set("code math pre script style svg textarea")
+_UNTRANSLATED_XML = name_set(
     "code cmdsynopsis funcsynopsis math pre programlisting screen script style synopsis"
 )
-_PARAGRAPH_ENDS = (
+_TAGS_ENDING_P = (
     "address article aside blockquote center details dialog dir div dl fieldset figcaption figure "
     "footer form h1 h2 h3 h4 h5 h6 header hgroup hr main menu nav ol p pre search section summary "
     "table ul"
 )
-_SECTIONS = "thead tbody tfoot"
+_TABLE_SECTIONS = "thead tbody tfoot"
 _IMPLIED_ENDS = {
     "li": ("li", "ul ol menu"),
     "dt dd": ("dt dd", "dl"),
@@ -47,22 +47,22 @@ _IMPLIED_ENDS = {
     "rt rp": ("rt rp", "ruby"),
     "td th": ("td th", "table"),
     "tr": ("tr td th", "table"),
-    _SECTIONS: (f"{_SECTIONS} tr td th caption colgroup", "table"),
-    _PARAGRAPH_ENDS: ("p", "button caption object td template th"),
+    _TABLE_SECTIONS: (f"{_TABLE_SECTIONS} tr td th caption colgroup", "table"),
+    _TAGS_ENDING_P: ("p", "button caption object td template th"),
 }
-_ENDED_BY = {
-    name: (names(ended), names(barriers))
+_ENDED_BY_START_TAG = {
+    name: (name_set(ended), name_set(barriers))
     for starts, (ended, barriers) in _IMPLIED_ENDS.items()
-    for name in names(starts)
+    for name in name_set(starts)
 }
 """HTML start tags, with the open elements that they end, unless one of others is in between."""
 # Depth of the elements that a start tag may end.
 _MAX_DEPTH = 256
 # Tags and atoms of a line; more take long to place.
-_MAX_MARKS = 1000
-_REFERENCE = re.compile(r"&(?:#[0-9]+;?|#[xX][0-9a-fA-F]+;?|[a-zA-Z][a-zA-Z0-9]{0,31};?)")
+_MAX_ITEMS_PER_LINE = 1000
+_CHARACTER_REFERENCE = re.compile(r"&(?:#[0-9]+;?|#[xX][0-9a-fA-F]+;?|[a-zA-Z][a-zA-Z0-9]{0,31};?)")
 # Where xml:space keeps all spaces: between lines and columns.
-_COLUMNS = re.compile(r"[ \t\r\n]{2,}|[\t\r\n]")
+_COLUMN_GAPS = re.compile(r"[ \t\r\n]{2,}|[\t\r\n]")
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +81,7 @@ class Item:
     """The atom stands for text."""
     text: str = ""
     """The text, without character references."""
-    places: Sequence[int] = field(default=(), repr=False)
+    offsets: Sequence[int] = field(default=(), repr=False)
     """Place in the document of each character of the text, and the end."""
 
 
@@ -92,38 +92,38 @@ def document_items(text: str, is_html: bool, name: str) -> list[Item]:
     """
     tokens = list(html_tokens(without_template_tags(text))) if is_html else xml_tokens(text, name)
     tree = _Tree(text, tokens, is_html)
-    return _with_whole_elements(_items(text, tree))
+    return _divide_elements_at_borders(_items(text, tree))
 
 
 class _Tree:
     """Which tags belong together, and which text is translated.
 
     Attributes:
-      mates: index of the matching tag of each token; -1: it has none.
+      matching_tags: index of the matching tag of each token; -1: it has none.
       parents: index of the start tag around each token; -1: it has none.
-      translated: whether the token (for a tag, the content of its element) is translated.
-      preserved: whether white space counts.
+      is_translated: whether the token (for a tag, the content of its element) is translated.
+      preserves_space: whether white space counts.
     """
 
-    def __init__(self, text: str, tokens: Sequence[Token], is_html: bool):
+    def __init__(self, text: str, tokens: Sequence[MarkupToken], is_html: bool):
         self.tokens = tokens
         self.is_html = is_html
-        self.mates = [-1] * len(tokens)
+        self.matching_tags = [-1] * len(tokens)
         self.parents = list[int]()
-        self.translated = list[bool]()
-        self.preserved = list[bool]()
+        self.is_translated = list[bool]()
+        self.preserves_space = list[bool]()
         self._stack = list[int]()
         self._open_names = Counter[str]()
-        self._divided = set[int]()
+        self._partly_translated = set[int]()
         """Untranslated elements with translated ones in them."""
         for index, token in enumerate(tokens):
             if token.kind == "close":
                 self._close(index)
-            elif is_html and token.name in _ENDED_BY:
+            elif is_html and token.name in _ENDED_BY_START_TAG:
                 self._end_implied(token.name)
-            self._enter(index)
+            self._add_token(index)
         # In XML, an element is inline if its parent has text of its own.
-        self._mixed = {
+        self._with_own_text = {
             parent
             for token, parent in zip(tokens, self.parents)
             if token.kind == "text" and text[token.start : token.end].strip()
@@ -132,91 +132,93 @@ class _Tree:
     def is_inline(self, index: int) -> bool:
         """Whether a tag or other token does not divide a text."""
         token = self.tokens[index]
-        if token.kind in ("open", "close") and self.mates[index] < 0:
+        if token.kind in ("open", "close") and self.matching_tags[index] < 0:
             return False
         if self.is_html:
             return bool(_INLINE.fullmatch(token.name))
-        first = min(index, self.mates[index]) if token.kind == "close" else index
-        return self.parents[first] in self._mixed
+        first = min(index, self.matching_tags[index]) if token.kind == "close" else index
+        return self.parents[first] in self._with_own_text
 
     def is_atom(self, index: int) -> bool:
         """Whether a start tag begins an inline element without translated text."""
-        is_outermost = self.parents[index] < 0 or self.translated[self.parents[index]]
-        is_kept = not self.translated[index] and index not in self._divided
+        is_outermost = self.parents[index] < 0 or self.is_translated[self.parents[index]]
+        is_kept = not self.is_translated[index] and index not in self._partly_translated
         return is_outermost and is_kept and self.is_inline(index)
 
-    def _enter(self, index: int) -> None:
+    def _add_token(self, index: int) -> None:
         """Note where a token is and, if it is a start tag, open its element."""
         token = self.tokens[index]
         parent = self._stack[-1] if self._stack else -1
-        translated = self.translated[parent] if parent >= 0 else True
-        preserved = self.preserved[parent] if parent >= 0 else False
+        is_translated = self.is_translated[parent] if parent >= 0 else True
+        preserves_space = self.preserves_space[parent] if parent >= 0 else False
         if token.kind == "open":
             self._stack.append(index)
             self._open_names[token.name] += 1
             untranslated = _UNTRANSLATED_HTML if self.is_html else _UNTRANSLATED_XML
             if token.name in untranslated:
-                translated = False
+                is_translated = False
             if token.translate is not None:
-                translated = token.translate
+                is_translated = token.translate
             if token.preserve is not None:
-                preserved = token.preserve
-            if translated:
-                self._divide(parent)
+                preserves_space = token.preserve
+            if is_translated:
+                self._mark_partly_translated(parent)
         self.parents.append(parent)
-        self.translated.append(translated)
-        self.preserved.append(preserved)
+        self.is_translated.append(is_translated)
+        self.preserves_space.append(preserves_space)
 
-    def _divide(self, parent: int) -> None:
-        while parent >= 0 and not self.translated[parent] and parent not in self._divided:
-            self._divided.add(parent)
+    def _mark_partly_translated(self, parent: int) -> None:
+        while (
+            parent >= 0 and not self.is_translated[parent] and parent not in self._partly_translated
+        ):
+            self._partly_translated.add(parent)
             parent = self.parents[parent]
 
     def _close(self, index: int) -> None:
         name = self.tokens[index].name
-        while self._open_names[name] and self.mates[index] < 0:
-            opened = self._pop()
+        while self._open_names[name] and self.matching_tags[index] < 0:
+            opened = self._pop_open_tag()
             if self.tokens[opened].name == name:
-                self.mates[index] = opened
-                self.mates[opened] = index
+                self.matching_tags[index] = opened
+                self.matching_tags[opened] = index
 
-    def _pop(self) -> int:
+    def _pop_open_tag(self) -> int:
         opened = self._stack.pop()
         self._open_names[self.tokens[opened].name] -= 1
         return opened
 
     def _end_implied(self, name: str) -> None:
         """Close the elements that the start tag of another ends."""
-        ended, barriers = _ENDED_BY[name]
+        ended, barriers = _ENDED_BY_START_TAG[name]
         if not any(self._open_names[each] for each in ended):
             return
-        size = len(self._stack)
-        for depth in range(size - 1, max(-1, size - _MAX_DEPTH), -1):
+        depth_kept = len(self._stack)
+        for depth in range(depth_kept - 1, max(-1, depth_kept - _MAX_DEPTH), -1):
             open_name = self.tokens[self._stack[depth]].name
             if open_name in barriers:
                 break
             if open_name in ended:
-                size = depth
-        while len(self._stack) > size:
-            self._pop()
+                depth_kept = depth
+        while len(self._stack) > depth_kept:
+            self._pop_open_tag()
 
 
 def _items(text: str, tree: _Tree) -> Iterator[Item]:
     """Yield the items of a document; all tags with a partner are inline."""
     tokens = tree.tokens
-    done = 0
+    next_index = 0
     for index, token in enumerate(tokens):
-        if index < done:
+        if index < next_index:
             continue
         inline = tree.is_inline(index)
         if token.kind == "text":
-            if tree.translated[index]:
-                yield from _text_items(text, token, tree.preserved[index])
+            if tree.is_translated[index]:
+                yield from _text_items(text, token, tree.preserves_space[index])
             else:
                 yield Item("border", token.start, token.end)
         elif token.kind == "open" and tree.is_atom(index):
-            done = tree.mates[index] + 1
-            yield Item("atom", token.start, tokens[done - 1].end, token.name)
+            next_index = tree.matching_tags[index] + 1
+            yield Item("atom", token.start, tokens[next_index - 1].end, token.name)
         elif token.kind in ("open", "close") and inline:
             kind: Literal["open", "close"] = "open" if token.kind == "open" else "close"
             yield Item(kind, token.start, token.end, token.name)
@@ -228,52 +230,52 @@ def _items(text: str, tree: _Tree) -> Iterator[Item]:
             yield Item("border", token.start, token.end)
 
 
-def _text_items(text: str, token: Token, preserved: bool) -> Iterator[Item]:
+def _text_items(text: str, token: MarkupToken, preserves_space: bool) -> Iterator[Item]:
     """Divide text at the tags of templates and, if it is preserved, at its columns."""
     raw = text[token.start : token.end]
     position = 0
     for tag in template_tags(raw):
-        yield from _plain_items(raw[position : tag.start], token.start + position, preserved)
+        yield from _plain_items(raw[position : tag.start], token.start + position, preserves_space)
         position = tag.end
-        place = (token.start + tag.start, token.start + tag.end)
+        span = (token.start + tag.start, token.start + tag.end)
         if tag.kind == "statement":
-            yield Item("border", *place)
+            yield Item("border", *span)
         else:
-            item = Item("atom", *place, is_visible=tag.kind != "comment")
+            item = Item("atom", *span, is_visible=tag.kind != "comment")
             item.is_placeholder = tag.kind == "expression"
             item.text = raw[tag.start : tag.end]
             yield item
-    yield from _plain_items(raw[position:], token.start + position, preserved)
+    yield from _plain_items(raw[position:], token.start + position, preserves_space)
 
 
-def _plain_items(raw: str, start: int, preserved: bool) -> Iterator[Item]:
-    if not preserved:
-        yield from _decoded_items(raw, start)
+def _plain_items(raw: str, start: int, preserves_space: bool) -> Iterator[Item]:
+    if not preserves_space:
+        yield from _decode_text(raw, start)
         return
     position = 0
-    for column in _COLUMNS.finditer(raw):
-        yield from _decoded_items(raw[position : column.start()], start + position)
+    for column in _COLUMN_GAPS.finditer(raw):
+        yield from _decode_text(raw[position : column.start()], start + position)
         yield Item("border", start + column.start(), start + column.end())
         position = column.end()
-    yield from _decoded_items(raw[position:], start + position)
+    yield from _decode_text(raw[position:], start + position)
 
 
-def _decoded_items(raw: str, start: int) -> Iterator[Item]:
+def _decode_text(raw: str, start: int) -> Iterator[Item]:
     if raw:
         item = Item("text", start, start + len(raw))
-        item.text, item.places = decoded(raw, start)
+        item.text, item.offsets = decode_references(raw, start)
         yield item
 
 
-def decoded(raw: str, start: int) -> tuple[str, Sequence[int]]:
+def decode_references(raw: str, start: int) -> tuple[str, Sequence[int]]:
     """Replace character references. Returns the text, and the place of each of its characters in
     the document, where ``raw`` begins at ``start``; the last place is the end.
     """
-    references = list(_REFERENCE.finditer(raw)) if "&" in raw else []
+    references = list(_CHARACTER_REFERENCE.finditer(raw)) if "&" in raw else []
     if not references:
         return raw, range(start, start + len(raw) + 1)
     parts = list[str]()
-    places = list[int]()
+    offsets = list[int]()
     end = 0
     for reference in references:
         character = unescape(reference[0]) or "\ufffd"
@@ -285,34 +287,34 @@ def decoded(raw: str, start: int) -> tuple[str, Sequence[int]]:
             character = character[:-1]
             size -= 1
         parts += [raw[end : reference.start()], character]
-        places += range(start + end, start + reference.start())
-        places += [start + reference.start()] * len(character)
+        offsets += range(start + end, start + reference.start())
+        offsets += [start + reference.start()] * len(character)
         end = reference.start() + size
-    places += range(start + end, start + len(raw) + 1)
-    return "".join([*parts, raw[end:]]), places
+    offsets += range(start + end, start + len(raw) + 1)
+    return "".join([*parts, raw[end:]]), offsets
 
 
-def _with_whole_elements(items: Iterable[Item]) -> list[Item]:
+def _divide_elements_at_borders(items: Iterable[Item]) -> list[Item]:
     """Turn inline elements that contain borders, and too many items, into borders."""
     result = list[Item]()
-    opened = list[Item]()
+    open_tags = list[Item]()
     num_borders = 0  # the first of the opened elements, which are borders
-    size = 0
+    num_items = 0
     for item in items:
         if item.kind == "open":
-            opened.append(item)
+            open_tags.append(item)
         elif item.kind == "close":
-            item.kind = "close" if opened.pop().kind == "open" else "border"
-            num_borders = min(num_borders, len(opened))
+            item.kind = "close" if open_tags.pop().kind == "open" else "border"
+            num_borders = min(num_borders, len(open_tags))
         result.append(item)
-        size += item.kind != "text"
-        if size > _MAX_MARKS:
+        num_items += item.kind != "text"
+        if num_items > _MAX_ITEMS_PER_LINE:
             result.append(Item("border", item.end, item.end))
         if result[-1].kind == "border":
-            for element in opened[num_borders:]:
+            for element in open_tags[num_borders:]:
                 element.kind = "border"
-            num_borders = len(opened)
-            size = 0
+            num_borders = len(open_tags)
+            num_items = 0
     return result
 
 

@@ -13,14 +13,14 @@ from transformer_jax.translation.documents.placeholders import find_spans
 from transformer_jax.translation.scripts import UNSPACED_LETTERS
 
 # A character of a script without spaces, a word of any other, or a punctuation mark.
-_SIGNS = r"!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u205e\u3001-\u3003\u3008-\u3020\uff01-\uff20"
-UNIT = re.compile(rf"[{UNSPACED_LETTERS}{_SIGNS}]|[^\s{UNSPACED_LETTERS}{_SIGNS}]+")
-_IS_SIGN = re.compile(f"[{_SIGNS}]")
-_IS_DENSE = re.compile(f"[{UNSPACED_LETTERS}]")
+_SYMBOLS = r"!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u205e\u3001-\u3003\u3008-\u3020\uff01-\uff20"
+UNIT = re.compile(rf"[{UNSPACED_LETTERS}{_SYMBOLS}]|[^\s{UNSPACED_LETTERS}{_SYMBOLS}]+")
+_SYMBOL = re.compile(f"[{_SYMBOLS}]")
+_UNSPACED_LETTER = re.compile(f"[{UNSPACED_LETTERS}]")
 # White space without a width of its own.
-_COLLAPSED = re.compile(r"[ \t\n\r\f\v\x1c-\x1f\x85\u2028\u2029]+")
+_COLLAPSIBLE_SPACE = re.compile(r"[ \t\n\r\f\v\x1c-\x1f\x85\u2028\u2029]+")
 # Neighbors that are parts of one word.
-_FUSED = FORMATTING - {"a"}
+_WITHIN_ONE_WORD = FORMATTING - {"a"}
 _LETTER = re.compile(r"[^\W\d_]")
 
 
@@ -45,16 +45,16 @@ class Mark:
     """Index of the first unit of an element, or of the unit after an atom."""
     last: int = 0
     """Index of the unit after an element."""
-    opening: Piece | None = None
+    opening: MarkupPiece | None = None
     """The start tag, or the atom."""
-    closing: Piece | None = None
+    closing: MarkupPiece | None = None
     target_start: int = 0
     """Index of the first unit of the translation that is marked."""
     target_end: int = 0
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class MarkupPiece:
     """A tag or an atom."""
 
     kind: Literal["open", "close", "atom"]
@@ -69,7 +69,7 @@ class Piece:
     """A letter or digit is directly before it."""
     touches_after: bool = False
 
-    def touch(self, before: str, after: str) -> None:
+    def record_neighbors(self, before: str, after: str) -> None:
         """Note which words it touches in the document."""
         self.touches_before = not self.space_before and before[-1:].isalnum()
         self.touches_after = not self.space_after and after[:1].isalnum()
@@ -83,10 +83,10 @@ class Gap:
     end: int
     space: str = ""
     """The white space that the model sees."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[MarkupPiece] = field(default_factory=list)
 
 
-class Line:
+class DocumentLine:
     """A line of a document. Its place in the document is a gap, a unit, a gap, ..., and a gap.
 
     Attributes:
@@ -102,14 +102,14 @@ class Line:
         self,
         source: str,
         items: Sequence[Item],
-        known: Callable[[str], bool],
+        can_copy: Callable[[str], bool],
         protect: Sequence[str],
     ):
         """Divide items without borders into units and gaps.
 
         Args:
           source: the document.
-          known: says whether the model can copy a placeholder.
+          can_copy: says whether the model can copy a placeholder.
           protect: regular expressions of placeholders.
         """
         self.source = source
@@ -117,10 +117,10 @@ class Line:
         self.gaps = list[Gap]()
         self.marks = list[Mark | Unit]()
         self.root = Mark(True, None, 0)
-        self._known = known
-        self._entries = list[str | Piece]()  # white space and pieces since the last unit
-        self._opened = [self.root]
-        for item in _trimmed(items):
+        self._can_copy = can_copy
+        self._gap_entries = list[str | MarkupPiece]()  # white space and pieces since the last unit
+        self._open_marks = [self.root]
+        for item in _trim_items(items):
             self._read(item, protect)
         self._end_gap(None)
         self.root.last = len(self.units)
@@ -146,14 +146,14 @@ class Line:
         if item.kind == "text":
             position = 0
             for start, end in find_spans(item.text, protect):
-                while item.places[start] == item.places[start - 1] and start:
+                while item.offsets[start] == item.offsets[start - 1] and start:
                     start -= 1  # a character reference that stands for several characters
-                while end < len(item.text) and item.places[end] == item.places[end - 1]:
+                while end < len(item.text) and item.offsets[end] == item.offsets[end - 1]:
                     end += 1
                 if start >= position:
                     self._add_words(item, position, start)
                     self._add_placeholder(
-                        item.text[start:end], item.places[start], item.places[end]
+                        item.text[start:end], item.offsets[start], item.offsets[end]
                     )
                     position = end
             self._add_words(item, position, len(item.text))
@@ -162,11 +162,11 @@ class Line:
         elif item.kind == "atom":
             self._add_atom(item.start, item.end, item.name, item.is_visible)
         elif item.kind == "open":
-            piece = Piece("open", item.start, item.end, item.name)
-            mark = Mark(True, self._opened[-1], len(self.units), opening=piece)
+            piece = MarkupPiece("open", item.start, item.end, item.name)
+            mark = Mark(True, self._open_marks[-1], len(self.units), opening=piece)
             self.marks.append(mark)
-            self._opened.append(mark)
-            self._entries.append(piece)
+            self._open_marks.append(mark)
+            self._gap_entries.append(piece)
         else:
             self._close(item)
 
@@ -174,7 +174,7 @@ class Line:
         position = start
         for word in UNIT.finditer(item.text, start, end):
             self._add_space(item.text[position : word.start()])
-            unit = Unit(word[0], item.places[word.start()], item.places[word.end()])
+            unit = Unit(word[0], item.offsets[word.start()], item.offsets[word.end()])
             if unit.start == unit.end:  # the second character of a reference joins the first
                 self.units[-1].text += unit.text
             else:
@@ -184,70 +184,72 @@ class Line:
 
     def _add_space(self, space: str) -> None:
         if space:
-            self._entries.append(space)
+            self._gap_entries.append(space)
 
     def _add_unit(self, unit: Unit) -> None:
         self._end_gap(unit)
         self.units.append(unit)
 
     def _add_placeholder(self, text: str, start: int, end: int) -> None:
-        shown = " ".join(text.split())
-        if self._known(shown):
-            unit = Unit(shown, start, end, is_placeholder=True)
+        visible_text = " ".join(text.split())
+        if self._can_copy(visible_text):
+            unit = Unit(visible_text, start, end, is_placeholder=True)
             self._add_unit(unit)
             self.marks.append(unit)
         else:
             self._add_atom(start, end)
 
     def _add_atom(self, start: int, end: int, name: str = "", is_visible: bool = True) -> None:
-        piece = Piece("atom", start, end, name, is_visible)
-        self.marks.append(Mark(False, self._opened[-1], len(self.units), opening=piece))
-        self._entries.append(piece)
+        piece = MarkupPiece("atom", start, end, name, is_visible)
+        self.marks.append(Mark(False, self._open_marks[-1], len(self.units), opening=piece))
+        self._gap_entries.append(piece)
 
     def _close(self, item: Item) -> None:
         """End an element. An element without units becomes an atom."""
-        mark = self._opened.pop()
+        mark = self._open_marks.pop()
         assert mark.opening
         if mark.first < len(self.units):
             mark.last = len(self.units)
-            mark.closing = Piece("close", item.start, item.end, item.name)
-            self._entries.append(mark.closing)
+            mark.closing = MarkupPiece("close", item.start, item.end, item.name)
+            self._gap_entries.append(mark.closing)
             return
-        del self._entries[self._entries.index(mark.opening) :]
+        del self._gap_entries[self._gap_entries.index(mark.opening) :]
         del self.marks[self.marks.index(mark) :]
         self._add_atom(mark.opening.start, item.end, item.name)
 
-    def _end_gap(self, following: Unit | None) -> None:
+    def _end_gap(self, next_unit: Unit | None) -> None:
         """End the gap before a unit, or after the last one."""
-        entries = self._entries
-        self._entries = []
-        pieces = [entry for entry in entries if isinstance(entry, Piece)]
+        entries = self._gap_entries
+        self._gap_entries = []
+        pieces = [entry for entry in entries if isinstance(entry, MarkupPiece)]
         for before, after in pairwise(entries):
-            if isinstance(before, Piece) and isinstance(after, str):
+            if isinstance(before, MarkupPiece) and isinstance(after, str):
                 before.space_after = True
-            elif isinstance(before, str) and isinstance(after, Piece):
+            elif isinstance(before, str) and isinstance(after, MarkupPiece):
                 after.space_before = True
         previous = self.units[-1] if self.units else None
         for piece in pieces:
-            piece.touch(previous.text if previous else "", following.text if following else "")
+            piece.record_neighbors(
+                previous.text if previous else "", next_unit.text if next_unit else ""
+            )
         gap = Gap(0, 0, pieces=pieces)
         gap.start = previous.end if previous else pieces[0].start if pieces else -1
-        if following:
-            gap.end = following.start
-            gap.start = gap.start if gap.start >= 0 else following.start
+        if next_unit:
+            gap.end = next_unit.start
+            gap.start = gap.start if gap.start >= 0 else next_unit.start
         else:
             gap.end = pieces[-1].end if pieces else gap.start
-        if previous and following:
+        if previous and next_unit:
             spaces = [entry for entry in entries if isinstance(entry, str)]
-            gap.space = _space(previous, following, spaces, pieces)
+            gap.space = _space_between(previous, next_unit, spaces, pieces)
         self.gaps.append(gap)
 
 
-def _trimmed(items: Sequence[Item]) -> Sequence[Item]:
+def _trim_items(items: Sequence[Item]) -> Sequence[Item]:
     """Leave out what is at the ends of every translation: white space, comments, atoms before the
     first word, and elements around the whole line.
     """
-    mates = _mates(items)
+    matching_tags = _matching_tags(items)
     first = 0
     last = len(items) - 1
     while first <= last:
@@ -255,7 +257,7 @@ def _trimmed(items: Sequence[Item]) -> Sequence[Item]:
             first += 1
         elif _is_blank(items[last]):
             last -= 1
-        elif mates.get(first) == last:
+        elif matching_tags.get(first) == last:
             first += 1
             last -= 1
         else:
@@ -263,16 +265,16 @@ def _trimmed(items: Sequence[Item]) -> Sequence[Item]:
     return items[first : last + 1]
 
 
-def _mates(items: Sequence[Item]) -> dict[int, int]:
+def _matching_tags(items: Sequence[Item]) -> dict[int, int]:
     """Return the index of the end tag of each start tag."""
-    mates = dict[int, int]()
-    opened = list[int]()
+    matching_tags = dict[int, int]()
+    open_tags = list[int]()
     for index, item in enumerate(items):
         if item.kind == "open":
-            opened.append(index)
+            open_tags.append(index)
         elif item.kind == "close":
-            mates[opened.pop()] = index
-    return mates
+            matching_tags[open_tags.pop()] = index
+    return matching_tags
 
 
 def _is_blank(item: Item) -> bool:
@@ -281,29 +283,33 @@ def _is_blank(item: Item) -> bool:
     return item.kind == "atom" and not item.is_visible
 
 
-def _space(previous: Unit, following: Unit, spaces: Sequence[str], pieces: Sequence[Piece]) -> str:
+def _space_between(
+    previous: Unit, next_unit: Unit, spaces: Sequence[str], pieces: Sequence[MarkupPiece]
+) -> str:
     """Return the white space that the model sees between two units."""
     atoms = [piece for piece in pieces if piece.kind == "atom" and piece.is_visible]
-    is_word = following.text[0].isalnum() or following.is_placeholder
+    is_word = next_unit.text[0].isalnum() or next_unit.is_placeholder
     if spaces:
         # "See <img>." has no space without the image.
         if atoms and not atoms[-1].space_after and not is_word:
             return ""
-        return max((_COLLAPSED.sub(" ", space) for space in spaces), key=len)
-    if _IS_SIGN.match(previous.text[-1]) or _IS_SIGN.match(following.text[0]):
+        return max((_COLLAPSIBLE_SPACE.sub(" ", space) for space in spaces), key=len)
+    if _SYMBOL.match(previous.text[-1]) or _SYMBOL.match(next_unit.text[0]):
         return ""
-    return " " if atoms or _divides_words(previous, following, pieces) else ""
+    return " " if atoms or _divides_words(previous, next_unit, pieces) else ""
 
 
-def _divides_words(previous: Unit, following: Unit, pieces: Sequence[Piece]) -> bool:
+def _divides_words(previous: Unit, next_unit: Unit, pieces: Sequence[MarkupPiece]) -> bool:
     """Whether tags separate two words without white space. Tags of formatting do not."""
-    is_dense = bool(_IS_DENSE.match(previous.text) and _IS_DENSE.match(following.text))
+    is_dense = bool(
+        _UNSPACED_LETTER.match(previous.text) and _UNSPACED_LETTER.match(next_unit.text)
+    )
     closed: str | None = None
     for piece in pieces:
         name = piece.name.rpartition(":")[2]
         if piece.kind == "atom":
             continue
-        if piece.kind == "open" and closed is not None and not {name, closed} <= _FUSED:
+        if piece.kind == "open" and closed is not None and not {name, closed} <= _WITHIN_ONE_WORD:
             return True  # two neighbors, such as <a>Home</a><a>About</a>
         if not is_dense and name not in FORMATTING:
             return True

@@ -35,14 +35,14 @@ class TemplateTag(NamedTuple):
     end: int
 
 
-_IF_MESSAGE = (
+_MESSAGE_START = (
     r"\{\s*+[\w.]++\s*+,\s*+(?:plural|select|selectordinal|number|date|time|choice|list)\b"
 )
 _BRACES = r"[^{}]"
 for _ in range(6):  # branches in branches
     _BRACES = rf"(?:[^{{}}]++|\{{{_BRACES}*+\}})"
-_MESSAGE = re.compile(rf"{_IF_MESSAGE}{_BRACES}*+\}}")
-_TAG_START = re.compile(rf"\{{%|\{{#|\{{\{{\{{?|<%|<\?(?:php\b|=)|(?={_IF_MESSAGE})\{{")
+_MESSAGE = re.compile(rf"{_MESSAGE_START}{_BRACES}*+\}}")
+_TAG_START = re.compile(rf"\{{%|\{{#|\{{\{{\{{?|<%|<\?(?:php\b|=)|(?={_MESSAGE_START})\{{")
 _TAG_ENDS = {"{%": "%}", "{#": "#}", "{{": "}}", "{{{": "}}}", "<%": "%>"}
 _COMMENTS = ("{#", "{{!", "<%#", "<%--")
 _EXPRESSIONS = ("<%=", "<%-", "<?=")
@@ -56,10 +56,10 @@ def template_tags(text: str) -> Iterator[TemplateTag]:
     """
     position = 0
     unfinished = set[str]()
-    while beginning := _TAG_START.search(text, position):
-        start = beginning.start()
-        position = beginning.end()
-        opening = beginning[0]
+    while tag_start := _TAG_START.search(text, position):
+        start = tag_start.start()
+        position = tag_start.end()
+        opening = tag_start[0]
         if opening == "{":
             message = _MESSAGE.match(text, start)
             if message:
@@ -69,14 +69,14 @@ def template_tags(text: str) -> Iterator[TemplateTag]:
         closing = _TAG_ENDS.get(opening, "?>")
         if closing in unfinished:
             continue
-        place = text.find(closing, position)
-        if opening.startswith("{{") and text.find("\n", position, place) >= 0:
+        closing_start = text.find(closing, position)
+        if opening.startswith("{{") and text.find("\n", position, closing_start) >= 0:
             continue
-        if place < 0:
+        if closing_start < 0:
             unfinished.add(closing)
             if opening != "<?php":
                 continue
-        position = place + len(closing) if place >= 0 else len(text)
+        position = closing_start + len(closing) if closing_start >= 0 else len(text)
         yield TemplateTag(_template_kind(text, start), start, position)
 
 
@@ -105,16 +105,16 @@ def find_spans(text: str, patterns: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Yield the places that match a pattern, from left to right, without empty ones. The first
     pattern has priority. Patterns are not joined, because each has groups of its own.
     """
-    nowhere = (len(text), 0)
+    no_span = (len(text), 0)
     end = 0
     next_spans = dict.fromkeys(patterns, (-1, 0))
     while True:
         for pattern, (start, _) in next_spans.items():
             if start < end:
                 matches = re.compile(pattern).finditer(text, end)
-                next_spans[pattern] = next((match.span() for match in matches if match[0]), nowhere)
-        span = min(next_spans.values(), key=itemgetter(0), default=nowhere)
-        if span == nowhere:
+                next_spans[pattern] = next((match.span() for match in matches if match[0]), no_span)
+        span = min(next_spans.values(), key=itemgetter(0), default=no_span)
+        if span == no_span:
             return
         yield span
         end = span[1]
@@ -124,7 +124,7 @@ def copies_pattern(placeholders: Sequence[str], source: str) -> re.Pattern[str]:
     """Return a pattern that finds exact copies of placeholders in a translation: the longest first,
     and words only as whole words, unless the ``source`` has letters beside them, too.
     """
-    choices = list[str]()
+    alternatives = list[str]()
     for placeholder in sorted(set(placeholders), key=len, reverse=True):
         escaped = re.escape(placeholder)
         is_word = placeholder[0].isalnum()
@@ -132,5 +132,5 @@ def copies_pattern(placeholders: Sequence[str], source: str) -> re.Pattern[str]:
             escaped = rf"(?<!\w){escaped}"
         if is_word and placeholder[-1].isalnum() and not re.search(rf"{escaped}\w", source):
             escaped = rf"{escaped}(?!\w)"
-        choices.append(escaped)
-    return re.compile("|".join(choices) or r"(?!)")
+        alternatives.append(escaped)
+    return re.compile("|".join(alternatives) or r"(?!)")

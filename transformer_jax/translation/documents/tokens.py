@@ -8,13 +8,13 @@ from typing import Literal, TypeAlias
 Kind: TypeAlias = Literal["open", "close", "void", "text", "comment", "opaque"]
 
 
-def names(text: str) -> frozenset[str]:
+def name_set(text: str) -> frozenset[str]:
     """Return the names in a text, which are separated by spaces."""
     return frozenset(text.split())
 
 
 @dataclass(eq=False, slots=True)
-class Token:
+class MarkupToken:
     """A part of a document. Tokens follow each other without gaps or overlaps."""
 
     kind: Kind

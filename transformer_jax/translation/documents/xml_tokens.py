@@ -10,9 +10,9 @@ from xml.parsers import expat
 import numpy as np
 
 from transformer_jax.errors import UserError
-from transformer_jax.translation.documents.tokens import Kind, Token
+from transformer_jax.translation.documents.tokens import Kind, MarkupToken
 
-_FORMATS = {
+_TRANSLATION_FILE_FORMATS = {
     "xliff": "XLIFF",
     "tmx": "TMX",
     "TS": "a Qt translation file",
@@ -20,10 +20,10 @@ _FORMATS = {
 }
 """Root elements of formats that keep sources and translations of strings, and escape them."""
 _FRAGMENT = "<fragment>"
-_PREDEFINED = frozenset(["amp", "lt", "gt", "quot", "apos"])
+_PREDEFINED_ENTITIES = frozenset(["amp", "lt", "gt", "quot", "apos"])
 
 
-def xml_tokens(text: str, name: str) -> list[Token]:
+def xml_tokens(text: str, name: str) -> list[MarkupToken]:
     """Return the tokens of an XML document, or of a fragment of one: text with elements in it.
 
     Raises:
@@ -49,15 +49,18 @@ def xml_tokens(text: str, name: str) -> list[Token]:
             f"{name} is not well-formed XML ({expat.ErrorString(failure.code)}: line "
             f"{failure.lineno}, column {max(0, column) + 1}); correct it, or read it as HTML."
         ) from None
-    if reader.root in _FORMATS and (reader.root != "resources" or "<string" in text):
+    if reader.root in _TRANSLATION_FILE_FORMATS and (
+        reader.root != "resources" or "<string" in text
+    ):
         raise UserError(
-            f"{name} is {_FORMATS[reader.root]}; expected a document. Extract the source strings, "
-            "for example to JSONL, translate those, and write the translations into the file."
+            f"{name} is {_TRANSLATION_FILE_FORMATS[reader.root]}; expected a document. "
+            "Extract the source strings, for example to JSONL, translate those, and write the "
+            "translations into the file."
         )
     return reader.tokens
 
 
-def _without_root(tokens: list[Token]) -> list[Token]:
+def _without_root(tokens: list[MarkupToken]) -> list[MarkupToken]:
     """Return the tokens of a fragment, without the element around it."""
     inner = tokens[1:-1]
     for token in inner:
@@ -77,13 +80,13 @@ class _Reader:
     def __init__(self, text: str):
         """Raises ``ExpatError`` if the text is not well-formed."""
         self.root = ""
-        self.tokens = list[Token]()
+        self.tokens = list[MarkupToken]()
         self._text = text
-        self._data = text.encode(errors="replace")
-        self._declared = set[str]()
+        self._bytes = text.encode(errors="replace")
+        self._declared_entities = set[str]()
         self._in_cdata = False
         self._depth = 0
-        self._end = 0
+        self._end_offset = 0
         self._parser = expat.ParserCreate("utf-8")
         # Entities that only an external DTD defines are not errors.
         self._parser.UseForeignDTD(True)
@@ -94,14 +97,14 @@ class _Reader:
         self._parser.ProcessingInstructionHandler = self._instruction
         self._parser.StartCdataSectionHandler = self._start_cdata
         self._parser.EndCdataSectionHandler = self._end_cdata
-        self._parser.EntityDeclHandler = self._declare
+        self._parser.EntityDeclHandler = self._declare_entity
         self._parser.DefaultHandler = self._default  # also leaves internal entities unexpanded
-        self._parser.Parse(self._data, True)
-        self._set_places()
+        self._parser.Parse(self._bytes, True)
+        self._convert_offsets()
 
-    def _add(self, kind: Kind, name: str = "") -> Token:
+    def _add(self, kind: Kind, name: str = "") -> MarkupToken:
         """Add a token; its places are in bytes, and its end follows from the next token."""
-        token = Token(kind, self._parser.CurrentByteIndex, -1, name)
+        token = MarkupToken(kind, self._parser.CurrentByteIndex, -1, name)
         if self._depth or kind == "close":
             self.tokens.append(token)
         return token
@@ -121,12 +124,12 @@ class _Reader:
 
     def _close(self, name: str) -> None:
         self._depth -= 1
-        place = self._parser.CurrentByteIndex
-        self._end = self._data.find(b">", place) + 1
+        offset = self._parser.CurrentByteIndex
+        self._end_offset = self._bytes.find(b">", offset) + 1
         tag = self.tokens[-1]
-        if tag.kind == "open" and self._data.endswith(b"/>", tag.start, place):
+        if tag.kind == "open" and self._bytes.endswith(b"/>", tag.start, offset):
             tag.kind = "void"
-            self._end = place
+            self._end_offset = offset
         else:
             self._add("close", name)
 
@@ -144,27 +147,27 @@ class _Reader:
     def _end_cdata(self) -> None:
         self._in_cdata = False
 
-    def _declare(self, name: str, *details: Any) -> None:
-        self._declared.add(name)
+    def _declare_entity(self, name: str, *details: Any) -> None:
+        self._declared_entities.add(name)
 
     def _default(self, data: str) -> None:
         name = data[1:-1]
         if not data.startswith("&"):
             return
-        is_known = name not in self._declared and f"{name};" in html5
-        self._add("text" if is_known or name in _PREDEFINED else "void")
+        is_known = name not in self._declared_entities and f"{name};" in html5
+        self._add("text" if is_known or name in _PREDEFINED_ENTITIES else "void")
 
-    def _set_places(self) -> None:
+    def _convert_offsets(self) -> None:
         """Set the end of each token, and convert places from bytes to characters."""
-        data = np.frombuffer(self._data, np.uint8)
+        data = np.frombuffer(self._bytes, np.uint8)
         is_first = (data & 0xC0) != 0x80
         characters = np.concatenate([[0], np.cumsum(is_first)]).tolist()
-        end = self._end
+        end = self._end_offset
         for token in reversed(self.tokens):
             token.end = characters[end]
             end = token.start
             token.start = characters[end]
-        merged = list[Token]()
+        merged = list[MarkupToken]()
         for token in self.tokens:
             if token.kind == "text" and merged and merged[-1].kind == "text":
                 merged[-1].end = token.end
