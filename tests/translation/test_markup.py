@@ -25,7 +25,7 @@ from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_words
 from transformer_jax.translation.alignment import Alignment
-from transformer_jax.translation.documents.line import Line, Unit
+from transformer_jax.translation.documents.line import DocumentLine, Unit
 from transformer_jax.translation.markup import Document
 from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.translator import Translator
@@ -60,7 +60,7 @@ def placeholders(text: str, **settings) -> list[str]:
     return [text[place.start : place.end] for place in places]
 
 
-def reverse(line: Line) -> Translation:
+def reverse(line: DocumentLine) -> Translation:
     """Translate: uppercase words in reverse order."""
     words = line.text.split()
     last = len(words) - 1
