@@ -203,7 +203,7 @@ def test_pairs_longer_than_the_learned_positions_get_nan(tokenizer, caplog):
 
 
 def test_pairs_that_need_too_much_memory_get_nan(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(scoring, "_LONGEST", 30)
+    monkeypatch.setattr(scoring, "_MAX_LENGTH", 30)
     scorer = Scorer(model, tokenizer, CONFIG)
     assert scorer.longest == 30
     [long, short] = scorer.score([(" ".join(WORDS * 9), "ONE"), ("one", "TWO")])
