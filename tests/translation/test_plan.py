@@ -13,7 +13,7 @@ from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 from transformer_jax.decoding.search import Hypothesis
 from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.alignment import Alignment, align_texts, concatenate
+from transformer_jax.translation.alignment import Alignment, align_texts, concatenate_alignments
 from transformer_jax.translation.plan import Plan
 from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.translator import Translator
@@ -171,7 +171,7 @@ def test_a_documents_sentences_are_translated_like_lines(translator):
 def test_alignments_of_sentences_follow_each_other():
     first = Alignment(("a", "b", "</s>"), ("A", "</s>"), np.eye(3)[:2], [0, 1], [0])
     second = Alignment(("c", "</s>"), ("C", "D", "</s>"), np.ones((3, 2)) / 2, [0], [0, 1])
-    both = concatenate([first, second])
+    both = concatenate_alignments([first, second])
     assert both.source == ("a", "b", "c", "</s>") and both.target == ("A", "</s>", "C", "D", "</s>")
     assert both.weights_TS.tolist() == [
         *([1, 0, 0, 0], [0, 1, 0, 0]),

@@ -40,7 +40,7 @@ class Alignment(NamedTuple):
         return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
 
-def concatenate(alignments: Sequence[Alignment]) -> Alignment:
+def concatenate_alignments(alignments: Sequence[Alignment]) -> Alignment:
     """Return the alignment of consecutive sentences. EOS separates them in the target only."""
     sources = [alignment.source[:-1] for alignment in alignments]
     targets = [alignment.target for alignment in alignments]

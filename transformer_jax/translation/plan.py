@@ -29,7 +29,7 @@ from transformer_jax.decoding.lexical_constraints import term_table
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.alignment import Alignment, concatenate
+from transformer_jax.translation.alignment import Alignment, concatenate_alignments
 from transformer_jax.translation.glossary import Glossary, Terms, find_repetition, unmet_terms
 from transformer_jax.translation.markup import PLACEHOLDERS, Document
 from transformer_jax.translation.requests import GlossaryTerms, Request, Translation, check_text
@@ -159,7 +159,7 @@ class Line:
             len(tokens),
             tuple(tokens[:-1]),
             tuple(chain.from_iterable(t.token_log_probs for t in translations)),
-            _concatenate_alignments(alignments),
+            _concatenate_if_complete(alignments),
             tuple(dict.fromkeys(missing)),
         )
 
@@ -176,14 +176,14 @@ def _without_tag(part: Part, alignment: Alignment | None) -> Alignment | None:
     )
 
 
-def _concatenate_alignments(alignments: Sequence[Alignment | None]) -> Alignment | None:
+def _concatenate_if_complete(alignments: Sequence[Alignment | None]) -> Alignment | None:
     """Concatenate alignments, or return None if one is missing or the matrix would be too large."""
     present = [alignment for alignment in alignments if alignment is not None]
     if not present or len(present) < len(alignments):
         return None
     num_source = sum(len(alignment.source) for alignment in present)
     num_target = sum(len(alignment.target) for alignment in present)
-    return concatenate(present) if num_source * num_target <= _MAX_WEIGHTS else None
+    return concatenate_alignments(present) if num_source * num_target <= _MAX_WEIGHTS else None
 
 
 @dataclass(frozen=True)
