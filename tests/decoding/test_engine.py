@@ -173,7 +173,7 @@ def test_bfloat16_weights_are_converted_once(tied):
     np.testing.assert_array_equal(*(jax.jit(each)(source, target) for each in (model, cast)))
 
 
-@pytest.mark.parametrize("batch_size", [1, 7])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.exhaustive), 7])
 def test_batch_sizes_agree(engine, batch_size):
     other = Engine(make_model(0), dataclasses.replace(CONFIG, batch_size=batch_size))
     for one, two in zip(engine.search(SENTENCES), other.search(SENTENCES), strict=True):

@@ -40,8 +40,8 @@ def query(**fields: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def default(translator: Translator) -> Iterator[Server]:
-    """A server with the default limits."""
-    model = make_model_to_serve(translator, max_terms=4, max_source_length=64)
+    """A server with the default limits of text. Few lengths and terms compile quickly."""
+    model = make_model_to_serve(translator, max_terms=1)
     service = Service({Pair("en", "de"): model}, max_queue=1024, max_characters=20_000)
     with serving(service, translator) as found:
         yield found

@@ -18,6 +18,7 @@ from runs import ONE, assert_same_runs, changed, entries, no_evaluation, tiny
 from transformer_jax.data.batching import Batch
 from transformer_jax.data.loader import abstract_batch
 from transformer_jax.devices.sharding import batch_sharding, make_mesh
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.pretrained.loading import load_model
 from transformer_jax.settings.config import (
     BatchConfig,
@@ -89,6 +90,12 @@ def one_step(config: Config, given: Batch, devices: int = 1) -> tuple[float, Any
     return float(metrics.sums.loss), jax.tree.map(np.asarray, state.optimizer)
 
 
+@nnx.jit
+def cross_attention(model: Transformer, source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
+    """Weights of the first decoder layer's attention to the source."""
+    return model.attention_weights(source_BS, target_BT).cross[0]
+
+
 def test_the_cross_entropy_equals_numpys() -> None:
     random = np.random.default_rng(1)
     weights = random.dirichlet(np.ones(5), (3, 4)).astype(np.float32)
@@ -113,7 +120,7 @@ def test_the_loss_adds_the_weighted_cross_entropy_of_one_head(given: Batch) -> N
     parameters = functions.init().parameters
     model = nnx.merge(functions.graph, parameters)
     pairs = batch()
-    weights = model.attention_weights(pairs.source_BS, pairs.target_BT).cross[0][:, 0]
+    weights = cross_attention(model, pairs.source_BS, pairs.target_BT)[:, 0]
     linked = jnp.take_along_axis(weights, pairs.links_BT[..., None] - 1, axis=2)[..., 0]
     extra = -np.log(linked[pairs.links_BT > 0]).sum()
     plain = float(functions.eval_step(parameters, given._replace(links_BT=None)).loss)
@@ -223,7 +230,7 @@ def test_a_run_resumes_bit_exactly_and_has_the_same_losses_on_eight_devices(
     pair = [tokenizer.source.encode(["seven"])[0], tokenizer.target.encode(["sieben"])[0]]
     [found] = Scorer(model, tokenizer).align_tokens([tuple(pair)])  # the head that was trained
     rows = [np.array([[*ids, 2]]) for ids in pair]
-    expected = model.attention_weights(*rows).cross[0][0, 0]
+    expected = cross_attention(model, *rows)[0, 0]
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
