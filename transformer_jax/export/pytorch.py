@@ -7,20 +7,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from transformer_jax import ModelConfig, Transformer, UserError
+from transformer_jax import ModelConfig, Transformer, UserError, model_from_arrays
 from transformer_jax.export.shared import check_fields
 from transformer_jax.pretrained.weights import (
     Library,
     from_library,
     to_library,
     with_biases,
-    with_parameters,
 )
 
 _LIBRARY = Library(
@@ -119,7 +117,7 @@ def from_torch(
     state = transformer.state_dict() | ends | tables
     tensors = {name: x.detach().float().cpu().numpy() for name, x in state.items()}
     lazies = from_library(tensors, config, _LIBRARY, "The modules", optional="bias$")
-    return with_parameters(config, {name: jnp.array(x) for name, x in lazies.items()})
+    return model_from_arrays(config, {name: np.asarray(x) for name, x in lazies.items()})
 
 
 def to_torch(model: Transformer) -> TorchModules:

@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer, abstract_model
+from transformer_jax.model.transformer import Transformer, abstract_model, model_from_arrays
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.hub import find_pretrained
-from transformer_jax.pretrained.weights import with_parameters
 from transformer_jax.runs.manifest import Manifest, delete_complete
 from transformer_jax.runs.mirror import cached_folder
 from transformer_jax.runs.model_folder import SavedModel, open_saved_model, write_model
@@ -100,8 +100,8 @@ def import_huggingface(
     """
     pretrained = Pretrained(folder, allow_pickle=allow_pickle, languages=languages)
     shape = pretrained.model_config()
-    arrays = {name: jnp.asarray(x) for name, x in pretrained.parameters(shape).items()}
-    return pretrained.config(shape), with_parameters(shape, arrays), pretrained.tokenizer()
+    arrays = {name: np.asarray(x) for name, x in pretrained.parameters(shape).items()}
+    return pretrained.config(shape), model_from_arrays(shape, arrays), pretrained.tokenizer()
 
 
 def import_into(source: Path, folder: Path, **options: Any) -> None:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.errors import UserError, needs_extra
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.pretrained.loading import import_huggingface
 from transformer_jax.settings.config import Config
@@ -160,11 +161,8 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 
 def _in_float32(config: Config, model: Transformer) -> Transformer:
-    from flax import nnx
-
     shape = dataclasses.replace(config.model, dtype="float32")
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0))), nnx.Param)
-    return nnx.merge(graph, nnx.state(model, nnx.Param))
+    return nnx.merge(abstract_model(shape).graph, nnx.state(model, nnx.Param))
 
 
 def _search(

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 
-from transformer_jax.devices.sharding import parameter_name, parameters_by_name
+from transformer_jax.devices.sharding import parameters_by_name
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer, abstract_model, parameter_shapes
+from transformer_jax.model.transformer import Transformer, parameter_shapes
 from transformer_jax.pretrained.files import LazyArray
 from transformer_jax.settings.config import ModelConfig
 
@@ -128,16 +127,6 @@ def _check_layers(
                 f"{where} have no tensor for {prefix.rstrip('.')}; expected {count} layers in the "
                 f"{side}. Use weights and settings of the same model."
             )
-
-
-def with_parameters(config: ModelConfig, parameters: Mapping[str, Any]) -> Transformer:
-    """Build a model with these parameters, by name."""
-    graph, tree = abstract_model(config)
-
-    def value_of(path: Any, _: Any) -> Any:
-        return parameters[parameter_name(path)]
-
-    return nnx.merge(graph, jax.tree.map_with_path(value_of, tree))
 
 
 def plain_weights(model: Transformer) -> Weights:
