@@ -20,7 +20,7 @@ from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.runs.manifest import Manifest, delete_complete
 from transformer_jax.runs.mirror import cached_folder
-from transformer_jax.runs.model_folder import SavedModel, open_saved_model, write_model
+from transformer_jax.runs.model_folder import SavedModel, read_model, write_model
 from transformer_jax.runs.remote_workdir import local_copy
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import MANIFEST, locked
@@ -34,15 +34,15 @@ def load_model(path: str | Path) -> tuple[Config, Transformer, Tokenizer]:
     checkpoint, and its config.json determines the ``decoding`` settings. Raises ``UserError`` if
     the model or checkpoint is missing or corrupt.
     """
-    saved = open_model(path)
+    saved = load_saved_model(path)
     graph = abstract_model(saved.config.model).graph
-    model = nnx.merge(graph, jax.tree.map(jnp.asarray, saved.parameters()))
+    model = nnx.merge(graph, jax.tree.map(jnp.asarray, saved.parameters))
     return saved.config, model, saved.tokenizer
 
 
-def open_model(path: str | Path) -> SavedModel:
-    """Open a model like ``load_model``, without reading its parameters."""
-    return open_saved_model(local_workdir(path), path)
+def load_saved_model(path: str | Path) -> SavedModel:
+    """Load a model like ``load_model``, with its parameters as NumPy arrays."""
+    return read_model(local_workdir(path), path)
 
 
 def local_workdir(workdir: str | Path) -> Path:

@@ -49,20 +49,18 @@ logger = logging.getLogger(__name__)
 
 
 class SavedModel(NamedTuple):
-    """A trained model on this machine: a model folder or a checkpoint."""
+    """What was read from a model folder or a checkpoint."""
 
     config: Config
     """Settings; in a work directory, its config.json determines the ``decoding`` settings."""
+    parameters: Any
+    """Nested dict of NumPy arrays."""
     tokenizer: Tokenizer
     manifest: Manifest
 
-    def parameters(self) -> Any:
-        """Read the parameters as a nested dict of NumPy arrays."""
-        return read_parameters(self.manifest)
 
-
-def open_saved_model(folder: Path, name: str | Path) -> SavedModel:
-    """Open the trained model of a work directory, a model folder or a checkpoint on this machine.
+def read_model(folder: Path, name: str | Path) -> SavedModel:
+    """Read the trained model of a work directory, a model folder or a checkpoint on this machine.
 
     In a work directory, this is the model in ``model/`` or, until training finishes, the newest
     checkpoint. Messages call the folder ``name``. Raises ``UserError`` if the model or checkpoint
@@ -87,11 +85,12 @@ def open_saved_model(folder: Path, name: str | Path) -> SavedModel:
     if not (manifest.is_checkpoint or manifest.content):
         load_config_file(folder / "config.json")  # an error that names the format of transformers
     manifest.verify()
+    parameters = read_parameters(manifest)
     tokenizer = load_tokenizer(workdir if manifest.is_checkpoint else folder, manifest)
     logger.info("%s: %s%s.", name, note, describe_steps(manifest.steps))
     decoding = load_config_file(workdir / "config.json").decoding
     config = dataclasses.replace(manifest.config, decoding=decoding)
-    return SavedModel(config, tokenizer, manifest)
+    return SavedModel(config, parameters, tokenizer, manifest)
 
 
 def save_model(

@@ -36,7 +36,7 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.evaluation import bleu_metric
 from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.model.transformer import abstract_model
-from transformer_jax.pretrained.loading import open_model
+from transformer_jax.pretrained.loading import load_saved_model
 from transformer_jax.runs.checkpoints import Checkpoints
 from transformer_jax.runs.manifest import Manifest
 from transformer_jax.runs.model_folder import SavedModel
@@ -142,9 +142,10 @@ def prepare(
         with raise_on_any_process():
             workdir.join(claim_id, newest)
             if newest is None and config.training.start_from:
-                start = _open_start_model(config)
+                start = _load_start_model(config)
         fingerprints = broadcast_from_first(lambda: build_files(workdir, config, texts, start))
         run = open_run(workdir, config, mesh, pairs, fingerprints, start)
+        start = None  # frees memory
         # If other processes are gone, a save in progress would never end.
         stack.push(lambda _, error, __: None if lost_contact(error) else run.checkpoints.wait())
         yield run
@@ -339,7 +340,7 @@ def _initial_state(functions: StepFunctions, start: SavedModel | None) -> TrainS
     if start is None:
         return functions.init()
     abstract: Parameters = functions.abstract_state.parameters
-    parameters = jax.tree.map(_grown, start.parameters(), abstract)
+    parameters = jax.tree.map(_grown, start.parameters, abstract)
     return functions.init(to_global_arrays(parameters, abstract))
 
 
@@ -356,14 +357,14 @@ def _check_decoder_start(start_id: int, tokenizer: Tokenizer) -> None:
         )
 
 
-def _open_start_model(config: Config) -> SavedModel:
-    """Open the model of ``training.start_from``.
+def _load_start_model(config: Config) -> SavedModel:
+    """Load the model of ``training.start_from``.
 
     Raises ``UserError`` if its model or tokenizer settings differ from ``config``.
     """
     name = config.training.start_from
     logger.info("Starting from the parameters of %s.", name)
-    start = open_model(name)
+    start = load_saved_model(name)
     if differences := differences_in_fine_tuning(start.config, config):
         raise UserError(
             f"training.start_from is {name!r}, but its model or tokenizer settings differ from "
