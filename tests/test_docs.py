@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jax
 import pytest
@@ -246,6 +247,16 @@ def test_the_readme_says_what_the_demo_prints() -> None:
         *german,
     ]
     assert "Three lines to translate:" in makefile
+
+
+def test_the_recorded_run_is_the_same_in_light_and_dark() -> None:
+    texts = []
+    for theme in ("light", "dark"):
+        root = ElementTree.parse(ROOT / "docs" / f"run-{theme}.svg").getroot()
+        texts.append([text for text in root.itertext() if "keyframes" not in text])
+    assert texts[0] == texts[1]
+    said = re.findall(r"^#   (\w.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert said[0] == "exact match 100.00%" and said[0] in texts[0]
 
 
 @functools.cache
