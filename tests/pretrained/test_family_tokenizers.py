@@ -77,6 +77,8 @@ def spm(file: Path, **settings: Any) -> None:
 
 
 T5_IDS = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+MADLAD_IDS = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}  # "<s>" is its PAD
+UMT5_IDS = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
 FAIRSEQ, T5 = "sentencepiece.bpe.model", "spiece.model"
 LANGUAGES: dict[str, list[str]] = {
     "nllb": ["eng_Latn", "deu_Latn"],
@@ -93,7 +95,13 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "mbart, first version": ("MBart", "MBartTokenizer", FAIRSEQ, {}),
     "t5": ("T5", "T5Tokenizer", T5, T5_IDS),
     "mt5": ("MT5", "T5Tokenizer", T5, T5_IDS),
-    "madlad": ("T5", "T5Tokenizer", T5, T5_IDS | {"user_defined_symbols": TAGS}),
+    "madlad": (
+        "T5",
+        "T5Tokenizer",
+        T5,
+        MADLAD_IDS | {"user_defined_symbols": ["\n", *TAGS], "remove_extra_whitespaces": False},
+    ),
+    "umt5": ("UMT5", "T5Tokenizer", T5, UMT5_IDS),
     "pegasus": ("Pegasus", "PegasusTokenizer", T5, T5_IDS),
     "byt5": ("T5", "ByT5Tokenizer", "", {}),
     "bart": ("Bart", "BartTokenizer", "", {}),
@@ -107,6 +115,8 @@ def write_config(case: str, folder: Path, size: int, german: int = 0) -> None:
         fields["decoder_start_token_id"] = 2 if case == "mbart" else german
     if case == "pegasus":
         fields |= {"pad_token_id": 0, "eos_token_id": 1}
+    if case == "madlad":
+        fields |= {"pad_token_id": 1, "eos_token_id": 2}
     getattr(transformers, f"{CASES[case][0]}Config")(**fields).save_pretrained(folder)
 
 
@@ -115,7 +125,9 @@ def original(case: str, folder: Path) -> Any:
     _, name, file, settings = CASES[case]
     folder.mkdir(exist_ok=True)
     kind = getattr(transformers, name)
-    config = {"tokenizer_class": name}
+    config: dict[str, Any] = {"tokenizer_class": name}
+    if case == "madlad":
+        config |= {"pad_token": "<s>", "extra_ids": 0, "additional_special_tokens": []}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     special: dict[str, Any] = {"additional_special_tokens": LANGUAGES.get(case, [])}
     if case != "m2m_100":
