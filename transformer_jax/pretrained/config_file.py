@@ -21,6 +21,13 @@ _TYPES: dict[str, Any] = {
     "num_decoder_layers": int | None,
 }
 _MAX_VOCABULARY = 2**20  # more would take minutes
+# Other names of fields. If a file has both, transformers takes this one.
+_OTHER_NAMES = {
+    "hidden_size": ("d_model",),
+    "num_hidden_layers": ("encoder_layers", "num_layers"),
+    "num_attention_heads": ("encoder_attention_heads", "num_heads"),
+    "head_dim": ("d_kv",),
+}
 
 
 class SpecialIds(NamedTuple):
@@ -128,9 +135,13 @@ def read_config(files: JsonFiles) -> PretrainedConfig:
             f"{str(file)!r} has a quantization_config; expected a model with float weights. Use "
             "the model that it was quantized from."
         )
-    names = [name for name in ("vocab_size", *family.fields) if name in content]
+    names = [name for name in ("vocab_size", *family.fields, *_OTHER_NAMES) if name in content]
     files.check("config.json", {name: _TYPES.get(name, int | float) for name in names})
     fields = {**family.defaults, **content}
+    for other, field_names in _OTHER_NAMES.items():
+        for name in field_names:
+            if name in family.fields and other in content:
+                fields[name] = content[other]
     for name in ("vocab_size", "decoder_vocab_size"):
         size = fields.get(name)
         if size is not None and (type(size) is not int or not 4 <= size <= _MAX_VOCABULARY):
@@ -144,6 +155,8 @@ def read_config(files: JsonFiles) -> PretrainedConfig:
     if not generation:
         generation_file = file
         generation = {name: value for name, value in content.items() if IN_CONFIG.search(name)}
+        if generation.pop("force_bos_token_to_be_generated", None):
+            generation["forced_bos_token_id"] = fields["bos_token_id"]
     return PretrainedConfig(str(model_type), family, fields, generation, generation_file)
 
 
