@@ -70,7 +70,9 @@ _OFF_AT_1 = {
     "num_return_sequences",
     "guidance_scale",
 }
-IN_CONFIG = re.compile("beam|penalty|ngram|bad_words|min_|do_sample|early_stop|forced?_bos|suppress")
+IN_CONFIG = re.compile(
+    "beam|penalty|ngram|bad_words|min_|do_sample|early_stop|forced?_bos|suppress"
+)
 """Search settings in config.json, where older versions of transformers write them."""
 
 # With a length penalty, CTranslate2 stops once beam size x patience hypotheses are finished, even
