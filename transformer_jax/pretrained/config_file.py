@@ -22,7 +22,7 @@ _TYPES: dict[str, Any] = {
 }
 _MAX_VOCABULARY = 2**20  # more would take minutes
 # Other names of fields. If a file has both, transformers takes this one.
-_OTHER_NAMES = {
+_ALIASES = {
     "hidden_size": ("d_model",),
     "num_hidden_layers": ("encoder_layers", "num_layers"),
     "num_attention_heads": ("encoder_attention_heads", "num_heads"),
@@ -135,13 +135,13 @@ def read_config(files: JsonFiles) -> PretrainedConfig:
             f"{str(file)!r} has a quantization_config; expected a model with float weights. Use "
             "the model that it was quantized from."
         )
-    names = [name for name in ("vocab_size", *family.fields, *_OTHER_NAMES) if name in content]
+    names = [name for name in ("vocab_size", *family.fields, *_ALIASES) if name in content]
     files.check("config.json", {name: _TYPES.get(name, int | float) for name in names})
     fields = {**family.defaults, **content}
-    for other, field_names in _OTHER_NAMES.items():
+    for alias, field_names in _ALIASES.items():
         for name in field_names:
-            if name in family.fields and other in content:
-                fields[name] = content[other]
+            if name in family.fields and alias in content:
+                fields[name] = content[alias]
     for name in ("vocab_size", "decoder_vocab_size"):
         size = fields.get(name)
         if size is not None and (type(size) is not int or not 4 <= size <= _MAX_VOCABULARY):
