@@ -56,7 +56,6 @@ from benchmarks.hlo import (
 from benchmarks.in_turn import Answer, markdown
 from transformer_jax import Batch, Config, Engine, Transformer, UserError, batch_sharding, make_mesh
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
-from transformer_jax.training.prepare import with_layout
 from transformer_jax.training.step import make_step_functions
 
 _GPUS = {  # GB/s, GB, name
@@ -146,7 +145,7 @@ def main() -> None:
     sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}
     config = replace(config, model=replace(config.model, **sizes))
     platform, devices = find_devices(arguments.device)
-    config = with_layout(config, platform)
+    config = config.with_layout(platform)
     report: Answer = {"device": devices[0].device_kind, "devices": len(devices)}
     with running_on(platform, devices):
         report["train_step"] = step = _train_step(config, devices, arguments.length)
