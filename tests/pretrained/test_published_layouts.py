@@ -184,7 +184,7 @@ def test_the_published_layout_is_imported(name: str, tmp_path: Path) -> None:
     assert (ours.patience == 1) == (generation.early_stopping is True)
     forced = [generation.forced_bos_token_id] * (generation.forced_bos_token_id is not None)
     if name not in LANGUAGES:
-        assert tokenizer.affixes().before_target[: tokenizer.num_free] == forced
+        assert tokenizer.affixes().before_target[: tokenizer.unscored_prefix_length] == forced
 
 
 # Fields of config.json.
@@ -295,4 +295,4 @@ def test_a_forced_token_of_older_models(tmp_path: Path) -> None:
     _, _, tokenizer = import_huggingface(tmp_path)
     theirs: Callable[..., Any] = transformers.AutoModelForSeq2SeqLM.from_pretrained
     assert theirs(tmp_path).generation_config.forced_bos_token_id == 0
-    assert tokenizer.affixes().before_target[: tokenizer.num_free] == [0]
+    assert tokenizer.affixes().before_target[: tokenizer.unscored_prefix_length] == [0]
