@@ -257,7 +257,7 @@ def test_logits_gradients_and_five_steps_of_adamw_equal_theirs(family: Family) -
 
 
 def compare_gradients(family: Family, gradients: Transformer) -> None:
-    ours = family.pretrained.tensors_of(gradients)
+    ours = family.pretrained.to_tensors(gradients)
     theirs = {n: p.grad for n, p in family.theirs.named_parameters() if p.requires_grad}
     assert len(theirs) > 20
     for name, gradient in theirs.items():

@@ -20,16 +20,16 @@ from transformer_jax import (
 )
 from transformer_jax.errors import needs_extra
 from transformer_jax.export.shared import check_fields, write_json, write_sentencepiece
-from transformer_jax.pretrained.search_settings import for_ctranslate2, length_limits
+from transformer_jax.pretrained.search_settings import length_limits, to_ctranslate2
 from transformer_jax.pretrained.weights import (
-    Library,
+    WeightNames,
     Weights,
     to_library,
     with_biases,
 )
 
 _POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
-_LIBRARY = Library(
+_LIBRARY = WeightNames(
     names={
         "source_embedding.matrix": "encoder/embeddings_0/weight",
         "source_embedding.position_matrix": "encoder/position_encodings/encodings",
@@ -110,7 +110,7 @@ def export_ctranslate2(
     spec.optimize(quantization=weights_type)
     spec.save(str(folder))
 
-    write_json(folder / "generation_config.json", for_ctranslate2(config, tokenizer))
+    write_json(folder / "generation_config.json", to_ctranslate2(config, tokenizer))
 
 
 def pack_argos(

@@ -14,7 +14,7 @@ from transformer_jax import Config, Tokenizer, Transformer
 from transformer_jax.export.shared import check_fields, write_json, write_sentencepiece
 from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
-from transformer_jax.pretrained.search_settings import for_transformers, length_limits
+from transformer_jax.pretrained.search_settings import length_limits, to_transformers
 from transformer_jax.pretrained.weights import to_library, with_biases
 from transformer_jax.tokenization.segmenters import JsonSegmenter
 
@@ -34,9 +34,9 @@ def export_huggingface(
     if tokenizer.pretrained:
         _export_pretrained(model, tokenizer, folder)
         return
-    shape = config.model
+    model_config = config.model
     check_fields(
-        shape,
+        model_config,
         "MarianMT",
         tie_embeddings=("all",),
         norm=("post",),
@@ -46,8 +46,8 @@ def export_huggingface(
         norm_epsilon=(1e-6, 1e-5),  # always 1e-5 there; outputs differ by a few 1e-6
         positions=("interleaved",),
     )
-    _write_weights(to_library(with_biases(model), FAMILIES["marian"].library), folder)
-    generation = for_transformers(config, tokenizer)
+    _write_weights(to_library(with_biases(model), FAMILIES["marian"].weight_names), folder)
+    generation = to_transformers(config, tokenizer)
     # from_pretrained needs the special token ids here; search settings go in the other file.
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}
     write_json(folder / "config.json", _config(config) | ids)
@@ -60,7 +60,7 @@ def _export_pretrained(model: Transformer, tokenizer: Tokenizer, folder: Path) -
         archive.extractall(folder)
     if isinstance(tokenizer.source.segmenter, JsonSegmenter):
         (folder / "tokenizer.json").write_bytes(tokenizer.source.model)
-    _write_weights(Pretrained(folder).tensors_of(model), folder)
+    _write_weights(Pretrained(folder).to_tensors(model), folder)
 
 
 def _write_weights(tensors: dict[str, np.ndarray], folder: Path) -> None:
@@ -71,21 +71,23 @@ def _write_weights(tensors: dict[str, np.ndarray], folder: Path) -> None:
 
 
 def _config(config: Config) -> dict[str, Any]:
-    shape = config.model
+    model_config = config.model
     family = FAMILIES["marian"]
-    fields = {foreign: getattr(shape, name) for foreign, name in family.fields.items()}
+    fields = {foreign: getattr(model_config, name) for foreign, name in family.fields.items()}
     return {
         "model_type": "marian",
         "architectures": [family.name],
         "dtype": "float32",
-        "vocab_size": shape.vocab_size,
+        "vocab_size": model_config.vocab_size,
         "share_encoder_decoder_embeddings": True,
         "tie_word_embeddings": True,
         **fields,
-        "activation_function": next(x for x, y in ACTIVATIONS.items() if y == shape.activation),
-        "decoder_layers": shape.decoder_layers,
-        "decoder_attention_heads": shape.num_heads,
-        "decoder_ffn_dim": shape.d_ff,
+        "activation_function": next(
+            x for x, y in ACTIVATIONS.items() if y == model_config.activation
+        ),
+        "decoder_layers": model_config.decoder_layers,
+        "decoder_attention_heads": model_config.num_heads,
+        "decoder_ffn_dim": model_config.d_ff,
         "max_position_embeddings": max(_POSITIONS, *length_limits(config)),
         "scale_embedding": True,
         "is_encoder_decoder": True,

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from transformer_jax import ModelConfig, Transformer, UserError, model_from_arrays
 from transformer_jax.export.shared import check_fields
 from transformer_jax.pretrained.weights import (
-    Library,
+    WeightNames,
     from_library,
     to_library,
     with_biases,
 )
 
-_LIBRARY = Library(
+_LIBRARY = WeightNames(
     names={
         "source_embedding.matrix": "source_embedding.weight",
         "source_embedding.position_matrix": "positions[0]",

@@ -82,7 +82,7 @@ class Verify:
             logger.info("%s is compared.", name)
             comparisons.append(compared)
         print(table(comparisons))
-        different = [each.name for each in comparisons if not each.equal]
+        different = [comparison.name for comparison in comparisons if not comparison.is_equal]
         if different:
             raise UserError(
                 f"{', '.join(different)}: results differ from those of transformers; expected "

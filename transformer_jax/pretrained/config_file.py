@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.pretrained.families import FAMILIES, Family
 from transformer_jax.pretrained.files import JsonFiles
-from transformer_jax.pretrained.search_settings import IN_CONFIG
+from transformer_jax.pretrained.search_settings import SEARCH_SETTING_PATTERN
 
 # Fields whose types are checked; the other fields of ``Family.fields`` are numbers.
-_TYPES: dict[str, Any] = {
+_FIELD_TYPES: dict[str, Any] = {
     "vocab_size": int,
     "activation_function": str,
     "feed_forward_proj": str,
     "scale_embedding": bool,
     "num_decoder_layers": int | None,
 }
-_MAX_VOCABULARY = 2**20  # more would take minutes
+_MAX_VOCABULARY_SIZE = 2**20  # more would take minutes
 # Other names of fields. If a file has both, transformers takes this one.
 _ALIASES = {
     "hidden_size": ("d_model",),
@@ -63,7 +63,7 @@ class PretrainedConfig:
     def shares_embeddings(self) -> bool:
         """True if source and target have one embedding matrix."""
         name = "share_encoder_decoder_embeddings"
-        return not self.family.separate or self.fields.get(name) is not False
+        return not self.family.separate_names or self.fields.get(name) is not False
 
     @cached_property
     def special(self) -> SpecialIds:
@@ -75,8 +75,8 @@ class PretrainedConfig:
         fields = self.fields
         generation = self.generation
         pad_id = fields["pad_token_id"]
-        eos = _single(generation.get("eos_token_id", fields["eos_token_id"]))
-        eos = _single(fields["eos_token_id"]) if eos is None else eos
+        eos = _only_id(generation.get("eos_token_id", fields["eos_token_id"]))
+        eos = _only_id(fields["eos_token_id"]) if eos is None else eos
         candidates = [
             generation.get("decoder_start_token_id"),
             generation.get("bos_token_id"),
@@ -89,23 +89,23 @@ class PretrainedConfig:
         ids = {
             "pad_token_id": pad_id,
             "eos_token_id": eos,
-            "eos_token_id of config.json": _single(fields["eos_token_id"]),
+            "eos_token_id of config.json": _only_id(fields["eos_token_id"]),
             "decoder_start_token_id": start,
             "decoder_start_token_id of config.json": fields["decoder_start_token_id"],
         }
-        size = self.vocab_size
-        numbers = [number for number in ids.values() if number is not None]
-        good = all(type(number) is int and 0 <= number < size for number in numbers)
-        if not good or None in (pad_id, eos, start) or pad_id == eos:
+        vocab_size = self.vocab_size
+        given_ids = [number for number in ids.values() if number is not None]
+        are_valid = all(type(number) is int and 0 <= number < vocab_size for number in given_ids)
+        if not are_valid or None in (pad_id, eos, start) or pad_id == eos:
             listed = ", ".join(f"{name} = {short_repr(number)}" for name, number in ids.items())
             raise UserError(
                 f"Special tokens in config.json and generation_config.json are {listed}; "
-                f"expected one id below {size} each, and different ids for pad_token_id and "
+                f"expected one id below {vocab_size} each, and different ids for pad_token_id and "
                 "eos_token_id, because padding is masked."
             )
         bos = fields["bos_token_id"]
         is_usable = (
-            type(bos) is int and 0 <= bos < size and bos not in (fields["pad_token_id"], eos)
+            type(bos) is int and 0 <= bos < vocab_size and bos not in (fields["pad_token_id"], eos)
         )
         if self.model_type == "m2m_100" and start == fields["pad_token_id"]:
             raise UserError(
@@ -136,30 +136,34 @@ def read_config(files: JsonFiles) -> PretrainedConfig:
             "the model that it was quantized from."
         )
     names = [name for name in ("vocab_size", *family.fields, *_ALIASES) if name in content]
-    files.check("config.json", {name: _TYPES.get(name, int | float) for name in names})
+    files.check("config.json", {name: _FIELD_TYPES.get(name, int | float) for name in names})
     fields = {**family.defaults, **content}
     for alias, field_names in _ALIASES.items():
         for name in field_names:
             if name in family.fields and alias in content:
                 fields[name] = content[alias]
     for name in ("vocab_size", "decoder_vocab_size"):
-        size = fields.get(name)
-        if size is not None and (type(size) is not int or not 4 <= size <= _MAX_VOCABULARY):
+        vocab_size = fields.get(name)
+        if vocab_size is not None and (
+            type(vocab_size) is not int or not 4 <= vocab_size <= _MAX_VOCABULARY_SIZE
+        ):
             raise UserError(
-                f"{name} in config.json is {short_repr(size)}; expected the number of rows of the "
-                f"embedding matrix, 4 to {_MAX_VOCABULARY}. Use the config.json that belongs to "
-                "the weights."
+                f"{name} in config.json is {short_repr(vocab_size)}; expected the number of rows "
+                f"of the embedding matrix, 4 to {_MAX_VOCABULARY_SIZE}. Use the config.json that "
+                "belongs to the weights."
             )
     generation_file = files.folder / "generation_config.json"
     generation = files["generation_config.json"]
     if not generation:
         generation_file = file
-        generation = {name: value for name, value in content.items() if IN_CONFIG.search(name)}
+        generation = {
+            name: value for name, value in content.items() if SEARCH_SETTING_PATTERN.search(name)
+        }
         if generation.pop("force_bos_token_to_be_generated", None):
             generation["forced_bos_token_id"] = fields["bos_token_id"]
     return PretrainedConfig(str(model_type), family, fields, generation, generation_file)
 
 
-def _single(eos: Any) -> Any:
+def _only_id(eos: Any) -> Any:
     """Return the only id of a list."""
     return eos[0] if isinstance(eos, list) and len(eos) == 1 else eos

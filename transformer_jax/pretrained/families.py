@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from transformer_jax.pretrained.weights import Library
+from transformer_jax.pretrained.weights import WeightNames
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -25,7 +25,7 @@ class Family(NamedTuple):
 
     name: str
     """Name of the class."""
-    library: Library
+    weight_names: WeightNames
     """Names of its weights."""
     fields: Mapping[str, str]
     """Fields of its config.json, and the fields of ``ModelConfig`` that they set."""
@@ -35,21 +35,21 @@ class Family(NamedTuple):
     """Values that the class gives to the fields that its config.json lacks."""
     tokenizer: str
     """Class of the tokenizer if the folder does not name one."""
-    separate: Mapping[str, str] = {}
+    separate_names: Mapping[str, str] = {}
     """Names of its weights if source and target do not share embeddings."""
     required: Mapping[str, tuple[Any, ...]] = {}
     """Fields of config.json that have no counterpart here, and their supported values."""
     languages: str = "(?!)"
     """Regular expression for the special tokens of languages; its group is the code."""
-    first_tokens: tuple[str, ...] | None = None
+    leading_tokens: tuple[str, ...] | None = None
     """Tokens before those of a SentencePiece model, and ..."""
-    num_skipped: int = 0
+    num_replaced_pieces: int = 0
     """... the number of the model's own first tokens that they replace. None: not supported without
     tokenizer.json."""
 
 
 # In fairseq's models, encoder and decoder have the same fields.
-_FIELDS = {
+_FAIRSEQ_FIELDS = {
     "d_model": "d_model",
     "encoder_layers": "num_layers",
     "decoder_layers": "num_decoder_layers",
@@ -83,7 +83,7 @@ _FAIRSEQ_DEFAULTS: dict[str, Any] = {
     "decoder_start_token_id": 2,
     "tie_word_embeddings": True,
 }
-_LAYER = {
+_LAYER_NAMES = {
     "self_attention.query": "self_attn.q_proj.{}",
     "self_attention.key": "self_attn.k_proj.{}",
     "self_attention.value": "self_attn.v_proj.{}",
@@ -98,10 +98,13 @@ _LAYER = {
     "feed_forward.output": "fc2.{}",
     "feed_forward_residual": "final_layer_norm.{}",
 }
-_EMBEDDINGS = {"target_embedding.matrix": "model.shared.weight", "softmax_matrix": "lm_head.weight"}
-_BIAS = {"softmax_bias": "final_logits_bias"}
-_NORMS = {"final_norm": "model.{side}.layer_norm.{}"}
-_LEARNED = {
+_EMBEDDING_NAMES = {
+    "target_embedding.matrix": "model.shared.weight",
+    "softmax_matrix": "lm_head.weight",
+}
+_SOFTMAX_BIAS_NAME = {"softmax_bias": "final_logits_bias"}
+_FINAL_NORM_NAMES = {"final_norm": "model.{side}.layer_norm.{}"}
+_LEARNED_POSITION_NAMES = {
     "source_embedding.position_matrix": "model.encoder.embed_positions.weight",
     "source_embedding.norm.scale": "model.encoder.layernorm_embedding.weight",
     "source_embedding.norm.bias": "model.encoder.layernorm_embedding.bias",
@@ -109,9 +112,9 @@ _LEARNED = {
     "target_embedding.norm.scale": "model.decoder.layernorm_embedding.weight",
     "target_embedding.norm.bias": "model.decoder.layernorm_embedding.bias",
 }
-_FAIRSEQ = {"norm_epsilon": 1e-5, "attention_bias": True}
-_BART = {
-    **_FAIRSEQ,
+_FAIRSEQ_SETTINGS = {"norm_epsilon": 1e-5, "attention_bias": True}
+_BART_SETTINGS = {
+    **_FAIRSEQ_SETTINGS,
     "positions": "learned",
     "position_offset": 2,
     "embedding_norm": True,
@@ -120,12 +123,16 @@ _BART = {
 }
 _FAIRSEQ_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
 _PEGASUS_TOKENS = ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{i}>" for i in range(2, 103)))
-_PRE_NORM = {"norm": "pre", "final_norm": True}
+_PRE_NORM_SETTINGS = {"norm": "pre", "final_norm": True}
 
 
-def _library(*names: Mapping[str, str], sines_first: bool = False) -> Library:
-    merged = {name: each for table in (*names, _LAYER) for name, each in table.items()}
-    return Library(merged, "model.{side}.layers.{number}.", sines_first=sines_first)
+def _make_weight_names(*names: Mapping[str, str], sines_first: bool = False) -> WeightNames:
+    merged = {
+        name: foreign_name
+        for table in (*names, _LAYER_NAMES)
+        for name, foreign_name in table.items()
+    }
+    return WeightNames(merged, "model.{side}.layers.{number}.", sines_first=sines_first)
 
 
 _T5_NAMES = {
@@ -152,7 +159,7 @@ _T5_NAMES = {
     "decoder.feed_forward.output": "layer.2.DenseReluDense.wo.{}",
     "decoder.feed_forward_residual": "layer.2.layer_norm.{}",
 }
-_T5_LIBRARY = Library(_T5_NAMES, "{side}.block.{number}.")
+_T5_WEIGHTS = WeightNames(_T5_NAMES, "{side}.block.{number}.")
 _T5_FIELDS = {
     "d_model": "d_model",
     "d_ff": "d_ff",
@@ -193,8 +200,8 @@ _MT5_DEFAULTS = _T5_DEFAULTS | {
     "feed_forward_proj": "gated-gelu",
     "decoder_start_token_id": 0,
 }
-_T5 = {
-    **_PRE_NORM,
+_T5_SETTINGS = {
+    **_PRE_NORM_SETTINGS,
     "norm_type": "rms",
     "feed_forward_bias": False,
     "positions": "relative",
@@ -203,30 +210,30 @@ _T5 = {
 }
 
 
-def _t5(name: str, defaults: Mapping[str, Any], **settings: Any) -> Family:
+def _make_t5_family(name: str, defaults: Mapping[str, Any], **settings: Any) -> Family:
     return Family(
         name,
-        _T5_LIBRARY,
+        _T5_WEIGHTS,
         _T5_FIELDS,
-        _T5 | settings,
+        _T5_SETTINGS | settings,
         defaults,
         "T5Tokenizer",
         languages="<2([A-Za-z_]+)>",  # MADLAD-400
-        first_tokens=(),
+        leading_tokens=(),
     )
 
 
 FAMILIES = {
     "marian": Family(
         "MarianMTModel",
-        _library(_EMBEDDINGS, _BIAS, sines_first=True),
-        _FIELDS,
-        _FAIRSEQ | {"softmax_bias": True, "train_decoder_start": False},
+        _make_weight_names(_EMBEDDING_NAMES, _SOFTMAX_BIAS_NAME, sines_first=True),
+        _FAIRSEQ_FIELDS,
+        _FAIRSEQ_SETTINGS | {"softmax_bias": True, "train_decoder_start": False},
         _FAIRSEQ_DEFAULTS
         | {"vocab_size": 58101, "pad_token_id": 58100, "decoder_start_token_id": 58100}
         | {"bos_token_id": None, "eos_token_id": 0},
         "MarianTokenizer",
-        separate={
+        separate_names={
             "source_embedding.matrix": "model.encoder.embed_tokens.weight",
             "target_embedding.matrix": "model.decoder.embed_tokens.weight",
         },
@@ -236,51 +243,57 @@ FAMILIES = {
     ),
     "m2m_100": Family(
         "M2M100ForConditionalGeneration",
-        _library(_EMBEDDINGS, _NORMS),
-        _FIELDS,
-        _FAIRSEQ | _PRE_NORM | {"positions": "tensor2tensor"},
+        _make_weight_names(_EMBEDDING_NAMES, _FINAL_NORM_NAMES),
+        _FAIRSEQ_FIELDS,
+        _FAIRSEQ_SETTINGS | _PRE_NORM_SETTINGS | {"positions": "tensor2tensor"},
         _FAIRSEQ_DEFAULTS
         | {"vocab_size": 128112, "attention_dropout": 0.1}
         | {"activation_function": "relu", "scale_embedding": True},
         "M2M100Tokenizer",
         languages="__([a-z]{2,3})__|([a-z]{3}_[A-Z][a-z]{3})",
-        first_tokens=_FAIRSEQ_TOKENS,
-        num_skipped=3,
+        leading_tokens=_FAIRSEQ_TOKENS,
+        num_replaced_pieces=3,
     ),
     "bart": Family(
         "BartForConditionalGeneration",
-        _library(_EMBEDDINGS, _LEARNED, _BIAS),
-        _FIELDS,
-        _BART,
+        _make_weight_names(_EMBEDDING_NAMES, _LEARNED_POSITION_NAMES, _SOFTMAX_BIAS_NAME),
+        _FAIRSEQ_FIELDS,
+        _BART_SETTINGS,
         _FAIRSEQ_DEFAULTS,
         "BartTokenizer",
         required={"normalize_before": (False,), "normalize_embedding": (True,)},
     ),
     "mbart": Family(
         "MBartForConditionalGeneration",
-        _library(_EMBEDDINGS, _LEARNED, _NORMS, _BIAS),
-        _FIELDS,
-        _BART | _PRE_NORM,
+        _make_weight_names(
+            _EMBEDDING_NAMES, _LEARNED_POSITION_NAMES, _FINAL_NORM_NAMES, _SOFTMAX_BIAS_NAME
+        ),
+        _FAIRSEQ_FIELDS,
+        _BART_SETTINGS | _PRE_NORM_SETTINGS,
         _FAIRSEQ_DEFAULTS | {"decoder_start_token_id": None},
         "MBartTokenizer",
         required={"normalize_before": (True,), "normalize_embedding": (True,)},
         languages="([a-z]{2}_[A-Z]{2})",
-        first_tokens=_FAIRSEQ_TOKENS,
-        num_skipped=3,
+        leading_tokens=_FAIRSEQ_TOKENS,
+        num_replaced_pieces=3,
     ),
     "pegasus": Family(
         "PegasusForConditionalGeneration",
-        _library(_EMBEDDINGS, _NORMS, _BIAS, sines_first=True),
-        _FIELDS,
-        _FAIRSEQ | _PRE_NORM | {"softmax_bias": True, "train_decoder_start": False},
+        _make_weight_names(
+            _EMBEDDING_NAMES, _FINAL_NORM_NAMES, _SOFTMAX_BIAS_NAME, sines_first=True
+        ),
+        _FAIRSEQ_FIELDS,
+        _FAIRSEQ_SETTINGS
+        | _PRE_NORM_SETTINGS
+        | {"softmax_bias": True, "train_decoder_start": False},
         _FAIRSEQ_DEFAULTS
         | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "decoder_start_token_id": 0},
         "PegasusTokenizer",
-        first_tokens=_PEGASUS_TOKENS,
-        num_skipped=2,
+        leading_tokens=_PEGASUS_TOKENS,
+        num_replaced_pieces=2,
     ),
-    "t5": _t5("T5ForConditionalGeneration", _T5_DEFAULTS),
-    "mt5": _t5("MT5ForConditionalGeneration", _MT5_DEFAULTS),
-    "umt5": _t5("UMT5ForConditionalGeneration", _MT5_DEFAULTS, relative_bias="layer"),
+    "t5": _make_t5_family("T5ForConditionalGeneration", _T5_DEFAULTS),
+    "mt5": _make_t5_family("MT5ForConditionalGeneration", _MT5_DEFAULTS),
+    "umt5": _make_t5_family("UMT5ForConditionalGeneration", _MT5_DEFAULTS, relative_bias="layer"),
 }
 """Families by ``model_type`` in config.json."""

@@ -34,10 +34,10 @@ class LazyArray:
 
 def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArray]:
     """Return the tensors in model.safetensors, its shards or pytorch_model.bin, by name."""
-    whole = folder / "model.safetensors"
+    single_file = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     pickle = folder / "pytorch_model.bin"
-    if not (whole.exists() or index.exists()):
+    if not (single_file.exists() or index.exists()):
         if allow_pickle and pickle.exists():
             return _read_pickle(pickle)
         if allow_pickle:
@@ -51,29 +51,29 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArra
             "NAME@refs/pr/NUMBER (docs/pretrained.md). If the model has only pytorch_model.bin, a "
             "pickle, and you trust it: python -m transformer_jax.pretrained import --allow-pickle."
         )
-    names = [whole.name]
-    if index.exists() and not whole.exists():
+    names = [single_file.name]
+    if index.exists() and not single_file.exists():
         table = _read_json(index, weight_map=dict)["weight_map"]
         names = sorted({str(name) for name in table.values()})
     tensors: dict[str, LazyArray] = {}
     for name in names:
         file = folder / name
         if Path(name).name != name:
-            raise _outside(file)
+            raise _outside_folder_error(file)
         try:
             with safe_open(file, framework="numpy"), file.open("rb") as stream:  # checks the file
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
             header.pop("__metadata__", None)
         except Exception as error:  # many exception types, not all public
-            raise not_read(file, error) from None
-        for tensor, place in header.items():
-            if place["dtype"] not in _DTYPES:
+            raise read_error(file, error) from None
+        for tensor, header_entry in header.items():
+            if header_entry["dtype"] not in _DTYPES:
                 raise UserError(
-                    f"{str(file)!r} has values of type {place['dtype']} in {tensor}; expected "
-                    f"{', '.join(_DTYPES)}. The model is quantized: use the model that it was "
-                    "quantized from."
+                    f"{str(file)!r} has values of type {header_entry['dtype']} in {tensor}; "
+                    f"expected {', '.join(_DTYPES)}. The model is quantized: use the model that it "
+                    "was quantized from."
                 )
-            tensors[tensor] = _lazy(file, place)
+            tensors[tensor] = _lazy_tensor(file, header_entry)
     return tensors
 
 
@@ -95,23 +95,23 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
         ) from None
     except UnpicklingError:  # its message advises to run the code in the pickle
         error = UserError("it has objects that are not tensors, or is not a pickle")
-        raise not_read(file, error) from None
+        raise read_error(file, error) from None
     except Exception as error:  # many exception types, not all public
-        raise not_read(file, error) from None
+        raise read_error(file, error) from None
 
 
-def _lazy(file: Path, place: Mapping[str, Any]) -> LazyArray:
+def _lazy_tensor(file: Path, header_entry: Mapping[str, Any]) -> LazyArray:
     """Return a tensor, given its place in the file. Memory-mapped pages would count as memory."""
-    start, end = place["data_offsets"]
-    dtype = np.dtype(_DTYPES[place["dtype"]])
+    start, end = header_entry["data_offsets"]
+    dtype = np.dtype(_DTYPES[header_entry["dtype"]])
 
     def read() -> np.ndarray:
         with file.open("rb") as stream:
             begin = 8 + int.from_bytes(stream.read(8), "little") + start
             x = np.fromfile(stream, dtype, (end - start) // dtype.itemsize, offset=begin - 8)
-        return x.reshape(place["shape"]).astype(np.float32, copy=False)
+        return x.reshape(header_entry["shape"]).astype(np.float32, copy=False)
 
-    return LazyArray(tuple(place["shape"]), read)
+    return LazyArray(tuple(header_entry["shape"]), read)
 
 
 class JsonFiles(dict[str, dict[str, Any]]):
@@ -132,11 +132,11 @@ class JsonFiles(dict[str, dict[str, Any]]):
         """Raise ``UserError`` unless a file has ``fields`` of these types."""
         file = self.folder / name
         if fields and not file.exists():
-            raise not_read(file, FileNotFoundError("it is missing"))
+            raise read_error(file, FileNotFoundError("it is missing"))
         try:
             check_types(self[name], name, fields)
         except UserError as error:
-            raise not_read(file, error) from None
+            raise read_error(file, error) from None
 
 
 def read_files(folder: Path) -> JsonFiles:
@@ -160,21 +160,23 @@ def _check_files(folder: Path) -> None:
     """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache, for
     a broken link, and for anything but files and folders, such as a pipe.
     """
-    inside = folder.resolve()
-    for file in inside.glob("*"):
+    resolved_folder = folder.resolve()
+    for file in resolved_folder.glob("*"):
         try:
             target = file.resolve(strict=True)
         except (OSError, RuntimeError):  # a loop is a RuntimeError before Python 3.13
-            raise _outside(file) from None
-        if not any(map(target.is_relative_to, (inside, inside.parent.parent / "blobs"))):
-            raise _outside(file)
+            raise _outside_folder_error(file) from None
+        if not any(
+            map(target.is_relative_to, (resolved_folder, resolved_folder.parent.parent / "blobs"))
+        ):
+            raise _outside_folder_error(file)
         is_needed = file.suffix in (".json", ".safetensors", ".bin", ".model", ".spm", ".txt")
         if not (target.is_file() or target.is_dir()) or (is_needed and target.is_dir()):
             kind = "a folder" if target.is_dir() else "a pipe or a device"
             raise UserError(f"{str(file)!r} is {kind}; expected a file. Remove it.")
 
 
-def _outside(file: Path) -> UserError:
+def _outside_folder_error(file: Path) -> UserError:
     return UserError(
         f"{str(file)!r} leads out of the folder, or nowhere; expected a file in it. Replace the "
         "link with a copy of the file, or remove it."
@@ -185,10 +187,10 @@ def _read_json(file: Path, **fields: Any) -> dict[str, Any]:
     try:
         return parse_object(file.read_bytes(), file.name, **fields)
     except (OSError, UserError) as error:
-        raise not_read(file, error) from None
+        raise read_error(file, error) from None
 
 
-def not_read(file: Path, error: Exception) -> UserError:
+def read_error(file: Path, error: Exception) -> UserError:
     """Return the error for a file that is missing, corrupt or of another format."""
     reason = one_line(error).rstrip(".")
     return UserError(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from transformer_jax.errors import UserError, needs_extra, one_line
-from transformer_jax.pretrained.folder import KEPT
+from transformer_jax.pretrained.folder import COPIED_FILES
 
-_FILES = [*KEPT, "model*.safetensors"]
+_DOWNLOADED_FILES = [*COPIED_FILES, "model*.safetensors"]
 
 
 def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
@@ -29,7 +29,7 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
         return folder
     with needs_extra("pretrained"):
         import huggingface_hub  # noqa: F401
-    files = [*_FILES, "pytorch_model.bin"] if allow_pickle else _FILES
+    files = [*_DOWNLOADED_FILES, "pytorch_model.bin"] if allow_pickle else _DOWNLOADED_FILES
     name, _, tag = name.partition("@")
     try:
         folder_in_cache = _download(name, revision or tag or None, files)

@@ -99,9 +99,13 @@ def import_huggingface(
       UserError: a file, setting or tensor is missing, unexpected or unsupported.
     """
     pretrained = Pretrained(folder, allow_pickle=allow_pickle, languages=languages)
-    shape = pretrained.model_config()
-    arrays = {name: np.asarray(x) for name, x in pretrained.parameters(shape).items()}
-    return pretrained.config(shape), model_from_arrays(shape, arrays), pretrained.tokenizer()
+    model_config = pretrained.model_config()
+    arrays = {name: np.asarray(x) for name, x in pretrained.parameters(model_config).items()}
+    return (
+        pretrained.config(model_config),
+        model_from_arrays(model_config, arrays),
+        pretrained.tokenizer(),
+    )
 
 
 def import_into(source: Path, folder: Path, **options: Any) -> None:
@@ -109,6 +113,6 @@ def import_into(source: Path, folder: Path, **options: Any) -> None:
     ``options`` are those of ``import_huggingface``. Parameters are read and written one at a time.
     """
     pretrained = Pretrained(source, **options)
-    shape = pretrained.model_config()
-    parameters = pretrained.parameters(shape)
-    write_model(folder, pretrained.config(shape), parameters, pretrained.tokenizer(), [])
+    model_config = pretrained.model_config()
+    parameters = pretrained.parameters(model_config)
+    write_model(folder, pretrained.config(model_config), parameters, pretrained.tokenizer(), [])

@@ -11,7 +11,7 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import Config, DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
-_NAMES = {
+_SETTING_NAMES = {
     # name here: name in transformers, its default, name in CTranslate2
     "beam_size": ("num_beams", 1, "beam_size"),
     "length_penalty": ("length_penalty", 1.0, "length_penalty"),
@@ -19,7 +19,7 @@ _NAMES = {
     "no_repeat_ngram": ("no_repeat_ngram_size", 0, "no_repeat_ngram_size"),
 }
 # Settings that change nothing without ``do_sample``.
-_OF_SAMPLING = {
+_SAMPLING_SETTINGS = {
     "temperature",
     "top_k",
     "top_p",
@@ -30,7 +30,7 @@ _OF_SAMPLING = {
     "eta_cutoff",
 }
 # Other settings in generation_config.json that are handled elsewhere or irrelevant here.
-_OTHERS = {
+_IGNORED_SETTINGS = {
     "bad_words_ids",
     "max_length",
     "max_new_tokens",
@@ -61,7 +61,9 @@ _OTHERS = {
     "transformers_version",
     "_from_model_config",
 }
-_KNOWN = {foreign for foreign, _, _ in _NAMES.values()} | _OTHERS
+_SUPPORTED_SETTINGS = {
+    foreign_name for foreign_name, _, _ in _SETTING_NAMES.values()
+} | _IGNORED_SETTINGS
 # Values, besides None, False and 0, with which other settings are off.
 _OFF_AT_1 = {
     "repetition_penalty",
@@ -70,7 +72,7 @@ _OFF_AT_1 = {
     "num_return_sequences",
     "guidance_scale",
 }
-IN_CONFIG = re.compile(
+SEARCH_SETTING_PATTERN = re.compile(
     "beam|penalty|ngram|bad_words|min_|do_sample|early_stop|forced?_bos|suppress"
 )
 """Search settings in config.json, where older versions of transformers write them."""
@@ -78,16 +80,19 @@ IN_CONFIG = re.compile(
 # With a length penalty, CTranslate2 stops once beam size x patience hypotheses are finished, even
 # if an unfinished one would score higher. With its default patience of 1, beam search can be worse
 # than greedy search (measured in docs/export.md).
-_PATIENCE = 2.0
+_CTRANSLATE2_PATIENCE = 2.0
 
 
-def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+def to_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the contents of ``generation_config.json``."""
     decoding = config.decoding
     return {
-        **{foreign: getattr(decoding, name) for name, (foreign, _, _) in _NAMES.items()},
+        **{
+            foreign_name: getattr(decoding, name)
+            for name, (foreign_name, _, _) in _SETTING_NAMES.items()
+        },
         "max_length": length_limits(config)[1] + 1,  # includes BOS
-        "bad_words_ids": [[token] for token in _forbidden(decoding, tokenizer)],
+        "bad_words_ids": [[token] for token in _suppressed_ids(decoding, tokenizer)],
         "pad_token_id": config.model.pad_id,
         "bos_token_id": tokenizer.target.bos_id,
         "eos_token_id": config.model.eos_id,
@@ -97,17 +102,20 @@ def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+def to_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return keyword arguments for ``translate_batch``."""
     decoding = config.decoding
     longest_source, longest_target = length_limits(config)
-    forbidden = tokenizer.target.tokens(_forbidden(decoding, tokenizer))
+    suppressed_tokens = tokenizer.target.tokens(_suppressed_ids(decoding, tokenizer))
     return {
-        **{foreign: getattr(decoding, name) for name, (_, _, foreign) in _NAMES.items()},
-        "patience": decoding.patience or _PATIENCE,
+        **{
+            foreign_name: getattr(decoding, name)
+            for name, (_, _, foreign_name) in _SETTING_NAMES.items()
+        },
+        "patience": decoding.patience or _CTRANSLATE2_PATIENCE,
         "max_input_length": longest_source,
         "max_decoding_length": longest_target,
-        "suppress_sequences": [[token] for token in forbidden],
+        "suppress_sequences": [[token] for token in suppressed_tokens],
     }
 
 
@@ -125,7 +133,11 @@ def from_transformers(
     Raises:
       UserError: a setting or value is unsupported.
     """
-    ignored = _KNOWN if settings.get("do_sample") else _KNOWN | _OF_SAMPLING
+    ignored = (
+        _SUPPORTED_SETTINGS
+        if settings.get("do_sample")
+        else _SUPPORTED_SETTINGS | _SAMPLING_SETTINGS
+    )
     for name, value in settings.items():
         is_off = not value or (name in _OFF_AT_1 and value == 1)
         if not is_off and name not in ignored:
@@ -145,8 +157,8 @@ def from_transformers(
         if sequence[0] != eos_id and sequence[0] in tokens:
             suppressed.append(tokens[sequence[0]])
     fields: dict[str, Any] = {
-        name: default if settings.get(foreign) is None else settings[foreign]
-        for name, (foreign, default, _) in _NAMES.items()
+        name: default if settings.get(foreign_name) is None else settings[foreign_name]
+        for name, (foreign_name, default, _) in _SETTING_NAMES.items()
     }
     try:
         if settings.get("min_length"):  # which counts the first decoder input
@@ -180,5 +192,5 @@ def length_limits(config: Config) -> tuple[int, int]:
     return min(source, positions), decoding.longest_target(source, positions)
 
 
-def _forbidden(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:
+def _suppressed_ids(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.target.pad_id, *tokenizer.target.suppressed_ids(decoding.suppress)]

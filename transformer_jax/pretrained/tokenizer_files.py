@@ -17,8 +17,8 @@ from transformer_jax.tokenization.segmenters import (
 from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.vocabulary import Vocabulary
 
-_SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model")
-_ENGLISH = ("eng_Latn", "en_XX", "en")
+_SENTENCEPIECE_FILES = ("sentencepiece.bpe.model", "spiece.model")
+_ENGLISH_CODES = ("eng_Latn", "en_XX", "en")
 # Where these classes put languages, whatever the post-processor of tokenizer.json says.
 _LAYOUTS: dict[str, Layout] = {
     "NllbTokenizer": "both",
@@ -27,14 +27,14 @@ _LAYOUTS: dict[str, Layout] = {
     "MBartTokenizer": "start",
 }
 # These put EOS after a line and nothing before it.
-_PLAIN = ("T5Tokenizer", "ByT5Tokenizer", "PegasusTokenizer", "MarianTokenizer")
+_WITHOUT_AFFIXES = ("T5Tokenizer", "ByT5Tokenizer", "PegasusTokenizer", "MarianTokenizer")
 
 
 class PretrainedTokenizer:
     """A tokenizer as the files of a pretrained model have it.
 
     Without tokenizer.json, ids come from vocab.json (Marian, M2M100) or from the order of the
-    SentencePiece model (``Family.first_tokens``), followed by the tokens that other files add.
+    SentencePiece model (``Family.leading_tokens``), followed by the tokens that other files add.
 
     Attributes:
       kind: name of the class in transformers, without Fast.
@@ -79,8 +79,13 @@ class PretrainedTokenizer:
     def _more_tokens(self) -> list[str]:
         """Special tokens beside the usual ones, such as languages."""
         names = ("additional_special_tokens", "extra_special_tokens")
-        more: Any = next((self.settings[name] for name in names if self.settings.get(name)), [])
-        return [_text(token) for token in (more.values() if isinstance(more, dict) else more)]
+        additional: Any = next(
+            (self.settings[name] for name in names if self.settings.get(name)), []
+        )
+        return [
+            _text(token)
+            for token in (additional.values() if isinstance(additional, dict) else additional)
+        ]
 
     @property
     def _special_tokens(self) -> set[str]:
@@ -110,29 +115,31 @@ class PretrainedTokenizer:
         ]
 
     def _vocabulary(self, ids: dict[str, int], size: int) -> Vocabulary:
-        outside = [token for token, i in ids.items() if not 0 <= i < size]
-        if outside:
+        out_of_range = [token for token, i in ids.items() if not 0 <= i < size]
+        if out_of_range:
             raise UserError(
-                f"The tokenizer has {len(ids)} tokens, and {len(outside)} tokens with ids outside "
-                f"the embedding matrix, such as {short_repr(outside[0])}; expected ids below "
-                f"{size}. Use the tokenizer that belongs to the weights, or in transformers, call "
-                "model.resize_token_embeddings(len(tokenizer)) and save both."
+                f"The tokenizer has {len(ids)} tokens, and {len(out_of_range)} tokens with ids "
+                f"outside the embedding matrix, such as {short_repr(out_of_range[0])}; expected "
+                f"ids below {size}. Use the tokenizer that belongs to the weights, or in "
+                "transformers, call model.resize_token_embeddings(len(tokenizer)) and save both."
             )
         tokens = [""] * size
         for token, i in ids.items():
             tokens[i] = token
-        hidden = {ids[token] for token in self._special_tokens if token in ids}
+        special_token_ids = {ids[token] for token in self._special_tokens if token in ids}
         languages = {i for token, i in ids.items() if self._language_code(token)}
         if isinstance(self.segmenters[0], JsonSegmenter):
-            hidden |= self.segmenters[0].special_ids
+            special_token_ids |= self.segmenters[0].special_ids
         else:
-            first = self.config.family.first_tokens or ()
-            hidden |= {ids[token] for token in first if token in ids}
-            hidden |= {i for token, i in ids.items() if token.lstrip("▁").startswith("<extra_id_")}
+            leading_tokens = self.config.family.leading_tokens or ()
+            special_token_ids |= {ids[token] for token in leading_tokens if token in ids}
+            special_token_ids |= {
+                i for token, i in ids.items() if token.lstrip("▁").startswith("<extra_id_")
+            }
         if any(tokens[i].startswith("<2") for i in languages):  # transformers shows these
-            hidden -= languages
+            special_token_ids -= languages
         else:
-            hidden |= languages
+            special_token_ids |= languages
         unknown = ids.get(self._special_token("unk_token", "<unk>"))
         return Vocabulary(
             tuple(tokens),
@@ -140,7 +147,7 @@ class PretrainedTokenizer:
             self.config.special.eos,
             unknown,
             self.config.special.bos,
-            tuple(sorted(hidden - {unknown})),
+            tuple(sorted(special_token_ids - {unknown})),
             tuple(sorted(languages)),
         )
 
@@ -150,65 +157,72 @@ class PretrainedTokenizer:
         Raises ``UserError`` if they cannot be reproduced.
         """
         ids = self.ids[-1]
-        token_of = {i: token for token, i in ids.items()}
+        tokens_by_id = {i: token for token, i in ids.items()}
         eos_id = self.config.special.eos
-        if eos_id not in token_of:
+        if eos_id not in tokens_by_id:
             raise UserError(
                 f"The tokenizer has no token with the id {eos_id}, eos_token_id in config.json; "
                 "expected EOS. Use the tokenizer that belongs to the weights."
             )
         forced = self.config.generation.get("forced_bos_token_id")
-        forced = _text(token_of.get(forced, "")) if type(forced) is int else ""
+        forced = _text(tokens_by_id.get(forced, "")) if type(forced) is int else ""
         tokens = self._language_tokens()
-        tagged = any(token.startswith("<2") for token in tokens.values())
-        if tokens and tagged:
+        has_tags = any(token.startswith("<2") for token in tokens.values())
+        if tokens and has_tags:
             return Languages(tokens, layout="tag")
         layout = _LAYOUTS.get(self.kind)
         if layout == "both" and self.settings.get("legacy_behaviour"):
             layout = "after"
         if layout is None:
-            return self._from_post_processor(tokens, forced)
-        english = [tokens[code] for code in _ENGLISH if code in tokens]  # transformers' default
-        default = [*english, *tokens.values(), ""][0]
+            return self._languages_from_post_processor(tokens, forced)
+        english_tokens = [
+            tokens[code] for code in _ENGLISH_CODES if code in tokens
+        ]  # transformers' default
+        default = [*english_tokens, *tokens.values(), ""][0]
         source = tokens.get(self._special_token("src_lang"), default)
         target = tokens.get(self._special_token("tgt_lang"), "") or forced
         return Languages(tokens, source, target, layout)
 
-    def _from_post_processor(self, tokens: dict[str, str], forced: str) -> Languages:
+    def _languages_from_post_processor(self, tokens: dict[str, str], forced: str) -> Languages:
         """Return the languages of a tokenizer whose class leaves them to tokenizer.json."""
-        token_of = {i: token for token, i in self.ids[0].items()}
+        tokens_by_id = {i: token for token, i in self.ids[0].items()}
         segmenter = self.segmenters[0]
-        if self.kind in _PLAIN:
+        if self.kind in _WITHOUT_AFFIXES:
             before: list[int] = []
             after = [self.config.special.eos]
         elif isinstance(segmenter, JsonSegmenter):
-            before, after = segmenter.added_around("a 1")
+            before, after = segmenter.affix_ids("a 1")
         else:
             raise UserError(
                 f"The tokenizer in {str(self.folder)!r} is a {self.kind}; expected tokenizer.json "
                 "for this class. transformers writes it: "
                 "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
             )
-        eos = token_of.get(self.config.special.eos)
-        before_line = [token_of.get(i, str(i)) for i in before]
-        after_line = [token_of.get(i, str(i)) for i in after]
+        eos = tokens_by_id.get(self.config.special.eos)
+        before_line = [tokens_by_id.get(i, str(i)) for i in before]
+        after_line = [tokens_by_id.get(i, str(i)) for i in after]
         source = tokens.get(self._special_token("src_lang"), "")
         codes = {*tokens.values()}
         if after_line == [eos] and len(before_line) <= 1:
-            first = before_line[0] if before_line else ""
-            if not tokens and (forced in ("", first) or not first):
-                return Languages({}, first, first or forced, forced=bool(forced) or not first)
-            if first in codes:
-                return Languages(tokens, source or first, forced)
+            leading_tokens = before_line[0] if before_line else ""
+            if not tokens and (forced in ("", leading_tokens) or not leading_tokens):
+                return Languages(
+                    {},
+                    leading_tokens,
+                    leading_tokens or forced,
+                    forced=bool(forced) or not leading_tokens,
+                )
+            if leading_tokens in codes:
+                return Languages(tokens, source or leading_tokens, forced)
         is_after = len(after_line) == 2 and after_line[0] == eos and after_line[1] in codes
         if is_after and not before_line:
-            starts = token_of.get(self.config.special.decoder_start) in codes
+            starts = tokens_by_id.get(self.config.special.decoder_start) in codes
             layout: Layout = "start" if starts else "after"
             return Languages(tokens, source or after_line[1], forced, layout)
-        around = [*before_line, *after_line]
+        line_affixes = [*before_line, *after_line]
         raise UserError(
-            f"The tokenizer in {str(self.folder)!r} ({self.kind}) puts {around} around a line, and "
-            f"the target begins with {forced!r}; expected the language, if the model has "
+            f"The tokenizer in {str(self.folder)!r} ({self.kind}) puts {line_affixes} around a "
+            f"line, and the target begins with {forced!r}; expected the language, if the model has "
             f"languages, or one token before the line, and EOS ({eos!r}, eos_token_id) after it. "
             "Use the tokenizer class of the published model."
         )
@@ -220,11 +234,11 @@ class PretrainedTokenizer:
         ids = self.ids[-1]
         tokens = {}
         has_codes = False
-        more = {*self._more_tokens} if self.kind in _LAYOUTS else set[str]()
+        additional = {*self._more_tokens} if self.kind in _LAYOUTS else set[str]()
         for token in sorted(ids, key=ids.__getitem__):
             code = self._language_code(token)
             has_codes = has_codes or bool(code)
-            if not code and token in more and not token.startswith(("<", "[")):
+            if not code and token in additional and not token.startswith(("<", "[")):
                 code = token.removeprefix("__").removesuffix("__")
             if code:
                 tokens[code] = token
@@ -247,8 +261,8 @@ class PretrainedTokenizer:
         if name is None:
             name = self.config.family.tokenizer
             # Older folders of mBART-50 and NLLB; their first input is EOS, not a language.
-            special = self.config.special
-            if name == "MBartTokenizer" and special.decoder_start == special.eos:
+            special_ids = self.config.special
+            if name == "MBartTokenizer" and special_ids.decoder_start == special_ids.eos:
                 name = "MBart50Tokenizer"
         return str(name).removesuffix("Fast")
 
@@ -263,12 +277,12 @@ class PretrainedTokenizer:
         return read_sentencepiece(file)
 
     def _sentencepiece(self) -> SentencePieceSegmenter:
-        for name in _SENTENCEPIECE:
-            if (self.folder / name).exists() and self.config.family.first_tokens is not None:
+        for name in _SENTENCEPIECE_FILES:
+            if (self.folder / name).exists() and self.config.family.leading_tokens is not None:
                 return self._read_model(name)
         raise UserError(
             f"{str(self.folder)!r} has no tokenizer.json; expected that file or, except for BART, "
-            f"{' or '.join(_SENTENCEPIECE)}. transformers writes it: "
+            f"{' or '.join(_SENTENCEPIECE_FILES)}. transformers writes it: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
 
@@ -280,9 +294,9 @@ class PretrainedTokenizer:
         if (self.folder / "vocab.json").exists():
             ids = _checked_ids(files, "vocab.json")
         else:
-            pieces = segmenter.pieces[family.num_skipped :]
-            ids = {token: i for i, token in enumerate([*(family.first_tokens or ()), *pieces])}
-            if not family.first_tokens and "▁<extra_id_0>" not in ids:  # mT5's model has them
+            pieces = segmenter.pieces[family.num_replaced_pieces :]
+            ids = {token: i for i, token in enumerate([*(family.leading_tokens or ()), *pieces])}
+            if not family.leading_tokens and "▁<extra_id_0>" not in ids:  # mT5's model has them
                 for number in reversed(range(self.settings.get("extra_ids", 100))):
                     ids[f"<extra_id_{number}>"] = len(ids)
         added = files["added_tokens.json"]
@@ -299,14 +313,16 @@ class PretrainedTokenizer:
         """Return a tokenizer.json for ByT5, whose tokens are the bytes of UTF-8."""
         with needs_extra("pretrained"):
             from tokenizers import Tokenizer, decoders, models
-        special = ["<pad>", "</s>", "<unk>"]
-        sentinels = [f"<extra_id_{i}>" for i in range(self.settings.get("extra_ids") or 125)]
-        tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *sentinels]
+        special_ids = ["<pad>", "</s>", "<unk>"]
+        sentinel_tokens = [f"<extra_id_{i}>" for i in range(self.settings.get("extra_ids") or 125)]
+        tokens = [*special_ids, *(f"<0x{byte:02X}>" for byte in range(256)), *sentinel_tokens]
         vocabulary = {token: i for i, token in enumerate(tokens)}
-        made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-        made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-        made.add_special_tokens([*special, *sentinels])
-        return made.to_str().encode()
+        byte_tokenizer = Tokenizer(
+            models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+        )
+        byte_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        byte_tokenizer.add_special_tokens([*special_ids, *sentinel_tokens])
+        return byte_tokenizer.to_str().encode()
 
 
 def _checked_ids(files: JsonFiles, name: str) -> dict[str, int]:

@@ -49,21 +49,25 @@ class Comparison(NamedTuple):
     """How a model compares with transformers."""
 
     name: str
-    same_ids: int
+    num_same_ids: int
     """Number of sentences with the same token ids."""
-    logits_apart: float
+    logit_difference: float
     """Largest difference of a logit, relative to the largest logit."""
-    same_outputs: int
+    num_same_outputs: int
     """Number of sentences with the same best output of a beam search."""
-    ended: int
+    num_ended: int
     """Number of sentences whose outputs end before the limit of length, where searches differ."""
     sentences: int
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         """True if ids and logits are equal, and outputs but for ties in rounding."""
-        has_same_ids = self.same_ids == self.sentences
-        return has_same_ids and self.logits_apart < 1e-4 and self.same_outputs >= self.ended - 1
+        has_same_ids = self.num_same_ids == self.sentences
+        return (
+            has_same_ids
+            and self.logit_difference < 1e-4
+            and self.num_same_outputs >= self.num_ended - 1
+        )
 
 
 def compare(
@@ -87,51 +91,59 @@ def compare(
         folder, allow_pickle=allow_pickle, languages=languages
     )
     model = _in_float32(config, model)
-    theirs: Any = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference_model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"src_lang": languages[0]} if languages[0] else {}
-    their_tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+    reference_tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
     affixes = tokenizer.affixes(*languages)
     texts = list(SENTENCES)
     if tokenizer.languages.layout == "tag" and affixes.before_source:
         tag = tokenizer.languages.token(languages[1], "target_language")
         texts = [f"{tag} {sentence}" for sentence in SENTENCES]
-    sources = [_complete(affixes.source(ids), model) for ids in tokenizer.source.encode(SENTENCES)]
-    expected = [their_tokenizer(text).input_ids for text in texts]
-    same_ids = sum(source == ids for source, ids in zip(sources, expected))
-    forced = affixes.before_target[: tokenizer.unscored_prefix_length]
-    outputs = _search(config, model, tokenizer, sources, forced)
-    same_outputs = 0
-    ended = 0
-    logits_apart = 0.0
+    sources = [_with_eos(affixes.source(ids), model) for ids in tokenizer.source.encode(SENTENCES)]
+    expected = [reference_tokenizer(text).input_ids for text in texts]
+    num_same_ids = sum(source == ids for source, ids in zip(sources, expected))
+    prefix = affixes.before_target[: tokenizer.unscored_prefix_length]
+    outputs = _search_sources(config, model, tokenizer, sources, prefix)
+    num_same_outputs = 0
+    num_ended = 0
+    logit_difference = 0.0
     for source, output in zip(sources, outputs):
-        labels = _complete(output, model)
-        logits_apart = max(logits_apart, _logits_apart(model, theirs, source, labels))
-        their_output = _their_output(model, theirs, source, forced)
-        if model.config.eos_id in their_output and len(labels) < _MAX_TOKENS:
-            ended += 1
-            end = their_output.index(model.config.eos_id) + 1
-            same_outputs += labels == their_output[:end]
-    return Comparison(name, same_ids, logits_apart, same_outputs, ended, len(SENTENCES))
+        labels = _with_eos(output, model)
+        logit_difference = max(
+            logit_difference, _logit_difference(model, reference_model, source, labels)
+        )
+        reference_output = _reference_output(model, reference_model, source, prefix)
+        if model.config.eos_id in reference_output and len(labels) < _MAX_TOKENS:
+            num_ended += 1
+            end = reference_output.index(model.config.eos_id) + 1
+            num_same_outputs += labels == reference_output[:end]
+    return Comparison(
+        name, num_same_ids, logit_difference, num_same_outputs, num_ended, len(SENTENCES)
+    )
 
 
-def _logits_apart(model: Transformer, theirs: Any, source: list[int], labels: list[int]) -> float:
+def _logit_difference(
+    model: Transformer, reference_model: Any, source: list[int], labels: list[int]
+) -> float:
     """Return the largest difference of a logit, relative to the largest logit."""
     import torch
 
     inputs = torch.tensor([[model.config.decoder_start_id, *labels[:-1]]])
     with torch.no_grad():
-        expected = theirs(input_ids=torch.tensor([source]), decoder_input_ids=inputs).logits.numpy()
+        expected = reference_model(
+            input_ids=torch.tensor([source]), decoder_input_ids=inputs
+        ).logits.numpy()
     logits = np.asarray(model(jnp.array([source]), jnp.array([labels])))
     return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
-def _their_output(
-    model: Transformer, theirs: Any, source: list[int], forced: list[int]
+def _reference_output(
+    model: Transformer, reference_model: Any, source: list[int], prefix: list[int]
 ) -> list[int]:
     """Return the best output of transformers' beam search, without the decoder's first input."""
     import torch
 
-    output = theirs.generate(
+    output = reference_model.generate(
         torch.tensor([source]),
         num_beams=_BEAM_SIZE,
         do_sample=False,
@@ -140,7 +152,7 @@ def _their_output(
         min_length=0,
         no_repeat_ngram_size=0,
         max_new_tokens=_MAX_TOKENS,
-        forced_bos_token_id=forced[0] if forced else None,
+        forced_bos_token_id=prefix[0] if prefix else None,
         bad_words_ids=[[model.config.pad_id]],
     )
     return output[0, 1:].tolist()
@@ -152,25 +164,26 @@ def table(comparisons: Sequence[Comparison]) -> str:
         "| model | same token ids | logits apart | same beam searches |",
         "|---|---|---|---|",
     ]
-    for each in comparisons:
+    for comparison in comparisons:
         rows.append(
-            f"| {each.name} | {each.same_ids} of {each.sentences} | {each.logits_apart:.1e} | "
-            f"{each.same_outputs} of {each.ended} that end |"
+            f"| {comparison.name} | {comparison.num_same_ids} of {comparison.sentences} | "
+            f"{comparison.logit_difference:.1e} | "
+            f"{comparison.num_same_outputs} of {comparison.num_ended} that end |"
         )
     return "\n".join(rows)
 
 
 def _in_float32(config: Config, model: Transformer) -> Transformer:
-    shape = dataclasses.replace(config.model, dtype="float32")
-    return nnx.merge(abstract_model(shape).graph, nnx.state(model, nnx.Param))
+    float32_config = dataclasses.replace(config.model, dtype="float32")
+    return nnx.merge(abstract_model(float32_config).graph, nnx.state(model, nnx.Param))
 
 
-def _search(
+def _search_sources(
     config: Config,
     model: Transformer,
     tokenizer: Tokenizer,
     sources: Sequence[list[int]],
-    forced: list[int],
+    prefix: list[int],
 ) -> list[list[int]]:
     decoding = dataclasses.replace(
         config.decoding,
@@ -185,9 +198,9 @@ def _search(
         max_extra_length=_MAX_TOKENS,
     )
     engine = Engine(model, decoding, unscored_prefix_length=tokenizer.unscored_prefix_length)
-    results = engine.search([Sentence(source, forced) for source in sources])
+    results = engine.search([Sentence(source, prefix) for source in sources])
     return [hypotheses[0].tokens if hypotheses else [] for hypotheses in results]
 
 
-def _complete(ids: list[int], model: Transformer) -> list[int]:
+def _with_eos(ids: list[int], model: Transformer) -> list[int]:
     return ids if model.config.eos_id in ids else [*ids, model.config.eos_id]

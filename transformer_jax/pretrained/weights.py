@@ -23,13 +23,13 @@ from transformer_jax.settings.config import ModelConfig
 
 Weights = dict[str, np.ndarray]
 
-_IN_STACK = re.compile(
+_LAYER_PARAMETER = re.compile(
     r"(encoder|decoder)\.(?:(?:layers|relative_biases)\.(\d+)\.)?"
     r"(?:(.+?)(?:\.norm)?\.(kernel|bias|scale)|table)"
 )
 
 
-class Library(NamedTuple):
+class WeightNames(NamedTuple):
     """A library's weight names. Its kernels are [O, I]."""
 
     names: Mapping[str, str]
@@ -47,58 +47,63 @@ class Library(NamedTuple):
     """Sinusoids are the paper's, with all sines before all cosines."""
 
 
-def to_library(weights: Weights, library: Library) -> Weights:
+def to_library(weights: Weights, library: WeightNames) -> Weights:
     """Convert plain weights to weights of ``library``."""
     tensors = {}
-    for foreign, names in _names(weights, library).items():
+    for foreign_name, names in _names(weights, library).items():
         parts = []
         for name in names:
             x = weights[name]
-            x = sines_first(name, x) if library.sines_first else x
-            parts.append(_with_foreign_axes(name, x, foreign))
-        tensors[foreign] = np.ascontiguousarray(np.concatenate(parts))
+            x = put_sines_first(name, x) if library.sines_first else x
+            parts.append(_with_foreign_axes(name, x, foreign_name))
+        tensors[foreign_name] = np.ascontiguousarray(np.concatenate(parts))
     return tensors
 
 
 def from_library(
-    tensors: Mapping[str, Any], config: ModelConfig, library: Library, where: str, *, optional: str
+    tensors: Mapping[str, Any],
+    config: ModelConfig,
+    library: WeightNames,
+    location: str,
+    *,
+    optional: str,
 ) -> dict[str, LazyArray]:
     """Find the parameters of a model, by name, among the arrays of ``library``.
 
     Missing arrays are zero if their names match the regular expression ``optional``.
 
-    Raises ``UserError``, which begins with ``where``, for missing or unexpected names and wrong
+    Raises ``UserError``, which begins with ``location``, for missing or unexpected names and wrong
     shapes, and, when a parameter is read, for NaN and infinity.
     """
 
-    def read(foreign: str, place: int, names: list[str]) -> np.ndarray:
-        x = np.asarray(arrays[foreign])
-        name = names[place]
+    def read(foreign_name: str, index: int, names: list[str]) -> np.ndarray:
+        x = np.asarray(arrays[foreign_name])
+        name = names[index]
         with np.errstate(invalid="ignore"):  # inf - inf
             total = x.sum(dtype=np.float64)  # needs no memory, unlike isfinite(x)
         if not np.isfinite(total):
             count = np.count_nonzero(~np.isfinite(x))
             raise UserError(
-                f"{where} have {count:,} NaN or infinite values in {foreign}; expected finite "
-                "numbers. Download or train the weights again."
+                f"{location} have {count:,} NaN or infinite values in {foreign_name}; expected "
+                "finite numbers. Download or train the weights again."
             )
-        x = np.split(x, len(names))[place]
+        x = np.split(x, len(names))[index]
         x = x.T if name.endswith("kernel") else x
-        x = sines_first(name, x, back=True) if library.sines_first else x
+        x = put_sines_first(name, x, back=True) if library.sines_first else x
         scale = _scale(name, config)
         x = x / scale if scale else x
         return np.ascontiguousarray(x.reshape(shapes[name]))
 
-    _check_layers(tensors, config, library, where)
+    _check_layers(tensors, config, library, location)
     shapes = parameter_shapes(config)
     parameters: dict[str, LazyArray] = {}
     expected: dict[str, tuple[int, ...]] = {}
-    for foreign, names in _names(shapes, library).items():
-        for place, name in enumerate(names):
-            like = np.broadcast_to(0, _plain_shape(name, shapes[name]))
-            like = _with_foreign_axes(name, like, foreign)
-            expected[foreign] = (len(names) * len(like), *like.shape[1:])
-            parameters[name] = LazyArray(shapes[name], partial(read, foreign, place, names))
+    for foreign_name, names in _names(shapes, library).items():
+        for index, name in enumerate(names):
+            expected_array = np.broadcast_to(0, _plain_shape(name, shapes[name]))
+            expected_array = _with_foreign_axes(name, expected_array, foreign_name)
+            expected[foreign_name] = (len(names) * len(expected_array), *expected_array.shape[1:])
+            parameters[name] = LazyArray(shapes[name], partial(read, foreign_name, index, names))
     tied = {*library.names.values()} - expected.keys()
     arrays: dict[str, Any] = {
         name: np.zeros(shape, np.float32)
@@ -106,26 +111,26 @@ def from_library(
         if re.search(optional, name)
     } | {name: x for name, x in tensors.items() if name not in tied}
     for name in sorted(expected.keys() | arrays.keys()):
-        has = f"shape {arrays[name].shape}" if name in arrays else "no tensor"
-        wanted = f"shape {expected[name]}" if name in expected else "no tensor"
-        if has != wanted:
+        actual = f"shape {arrays[name].shape}" if name in arrays else "no tensor"
+        expected_shape = f"shape {expected[name]}" if name in expected else "no tensor"
+        if actual != expected_shape:
             raise UserError(
-                f"{where} have {has} for {name}; expected {wanted}. Use weights and settings of "
-                "the same model."
+                f"{location} have {actual} for {name}; expected {expected_shape}. Use weights and "
+                "settings of the same model."
             )
     return parameters
 
 
 def _check_layers(
-    tensors: Mapping[str, Any], config: ModelConfig, library: Library, where: str
+    tensors: Mapping[str, Any], config: ModelConfig, library: WeightNames, location: str
 ) -> None:
     """Check that the last layers exist, before a model of hundreds of layers is built."""
     for side, count in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
         prefix = library.layer.format(side=side, number=count - 1)
         if not any(name.startswith(prefix) for name in tensors):
             raise UserError(
-                f"{where} have no tensor for {prefix.rstrip('.')}; expected {count} layers in the "
-                f"{side}. Use weights and settings of the same model."
+                f"{location} have no tensor for {prefix.rstrip('.')}; expected {count} layers in "
+                f"the {side}. Use weights and settings of the same model."
             )
 
 
@@ -163,17 +168,17 @@ def with_biases(model: Transformer) -> Weights:
     return biases | weights
 
 
-def sines_first(name: str, x: np.ndarray, *, back: bool = False) -> np.ndarray:
+def put_sines_first(name: str, x: np.ndarray, *, back: bool = False) -> np.ndarray:
     """Permute the d_model dimension of a plain weight, so that all sines come before all cosines:
     0 2 4 ... 1 3 5 ...; or ``back``.
 
     If all weights and positions are permuted, the model computes the same function.
     """
     # d_model is the first axis of these kernels, and the last axis of other weights.
-    begins = re.search(r"\.(query|key|value|inner|gate)\.", name)
-    if name == "softmax_bias" or (begins and not name.endswith("kernel")):
+    is_input_side = re.search(r"\.(query|key|value|inner|gate)\.", name)
+    if name == "softmax_bias" or (is_input_side and not name.endswith("kernel")):
         return x
-    axis = 0 if begins else -1
+    axis = 0 if is_input_side else -1
     order_D = np.arange(x.shape[axis]).reshape(-1, 2).T.ravel()
     return x.take(np.argsort(order_D) if back else order_D, axis)
 
@@ -191,29 +196,29 @@ def _scale(name: str, config: ModelConfig) -> np.float32 | None:
     return np.float32(config.d_model**0.5) if is_scaled else None
 
 
-def _with_foreign_axes(name: str, x: np.ndarray, foreign: str) -> np.ndarray:
-    """Change the axes of a plain weight to those of a library's array with the name ``foreign``."""
-    if foreign == "final_logits_bias":
+def _with_foreign_axes(name: str, x: np.ndarray, foreign_name: str) -> np.ndarray:
+    """Change the axes of a plain weight to those of the array ``foreign_name``."""
+    if foreign_name == "final_logits_bias":
         return x[None]
     return x.T if name.endswith("kernel") else x
 
 
-def _names(weights: Iterable[str], library: Library) -> dict[str, list[str]]:
+def _names(weights: Iterable[str], library: WeightNames) -> dict[str, list[str]]:
     """Map each library name to the names of the weights that its array concatenates."""
     order = list(library.names)
-    places: list[tuple[int, str, str]] = []
+    positions: list[tuple[int, str, str]] = []
     for weight in weights:
-        key, foreign = _foreign_name(weight, library)
-        places.append((order.index(key), foreign, weight))
+        key, foreign_name = _foreign_name(weight, library)
+        positions.append((order.index(key), foreign_name, weight))
     names: dict[str, list[str]] = {}
-    for _, foreign, weight in sorted(places):
-        names.setdefault(foreign, []).append(weight)
+    for _, foreign_name, weight in sorted(positions):
+        names.setdefault(foreign_name, []).append(weight)
     return names
 
 
-def _foreign_name(weight: str, library: Library) -> tuple[str, str]:
+def _foreign_name(weight: str, library: WeightNames) -> tuple[str, str]:
     """Return the key of ``library.names`` for a weight, and the weight's name in the library."""
-    match = _IN_STACK.fullmatch(weight)
+    match = _LAYER_PARAMETER.fullmatch(weight)
     if not match:
         return weight, library.names[weight].format("")
     side, number, part, leaf = match.groups("relative_bias")

@@ -52,7 +52,7 @@ class SentencePieceSegmenter:
         self.pieces = [piece.piece for piece in proto.pieces]
         self.symbols = [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
         # SentencePiece's ``decode`` removes the space added before a line, but not one after.
-        self._ends_words = proto.trainer_spec.treat_whitespace_as_suffix
+        self._has_space_suffix = proto.trainer_spec.treat_whitespace_as_suffix
         self._samplers: dict[SubwordSampling, SubwordSampler] = {}
 
     def __reduce__(self) -> tuple[type, tuple[bytes]]:
@@ -91,7 +91,7 @@ class SentencePieceSegmenter:
     def decode_ids(self, own_ids: Sequence[int]) -> str:
         """Join the pieces with these own ids into text."""
         text: str = self.processor.decode(list(own_ids))
-        return text.removesuffix(" ") if self._ends_words else text
+        return text.removesuffix(" ") if self._has_space_suffix else text
 
     def with_symbols(self, symbols: Sequence[str]) -> SentencePieceSegmenter:
         """Return a copy with missing ``symbols`` appended as user-defined symbols."""
@@ -147,9 +147,9 @@ class JsonSegmenter:
         self._tokens = {i: token for token, i in self._tokenizer.get_vocab().items()}
         byte_of = {f"<0x{byte:02X}>": byte for byte in range(256)}
         bytes_of = {i: byte_of[token] for i, token in self._tokens.items() if token in byte_of}
-        others = self._tokens.keys() - bytes_of.keys() - self.special_ids
+        non_byte_ids = self._tokens.keys() - bytes_of.keys() - self.special_ids
         # ByT5, where the tokens of a text are its bytes.
-        self._bytes = {} if others else bytes_of
+        self._byte_of_id = {} if non_byte_ids else bytes_of
 
     def __reduce__(self) -> tuple[type, tuple[bytes]]:
         return JsonSegmenter, (self.content,)
@@ -165,13 +165,13 @@ class JsonSegmenter:
         added = self._tokenizer.get_added_tokens_decoder()
         return {i for i, token in added.items() if token.special}
 
-    def added_around(self, line: str) -> tuple[list[int], list[int]]:
+    def affix_ids(self, line: str) -> tuple[list[int], list[int]]:
         """Return the ids that the file's post-processor puts before and after a line."""
-        plain = self._tokenizer.encode(line, add_special_tokens=False).ids
-        full = self._tokenizer.encode(line, add_special_tokens=True).ids
-        for start in range(len(full) - len(plain) + 1):
-            if full[start : start + len(plain)] == plain:
-                return full[:start], full[start + len(plain) :]
+        without_special = self._tokenizer.encode(line, add_special_tokens=False).ids
+        with_special = self._tokenizer.encode(line, add_special_tokens=True).ids
+        for start in range(len(with_special) - len(without_special) + 1):
+            if with_special[start : start + len(without_special)] == without_special:
+                return with_special[:start], with_special[start + len(without_special) :]
         raise UserError(
             "The post-processor of tokenizer.json changes the tokens of a line; expected one that "
             "only adds tokens before and after the line."
@@ -193,8 +193,8 @@ class JsonSegmenter:
 
     def decode_ids(self, own_ids: Sequence[int]) -> str:
         """Join the tokens with these ids into text, without special tokens and invalid bytes."""
-        if self._bytes:
-            text = bytes(self._bytes[i] for i in own_ids if i in self._bytes)
+        if self._byte_of_id:
+            text = bytes(self._byte_of_id[i] for i in own_ids if i in self._byte_of_id)
             return text.decode(errors="ignore").strip()
         return self._tokenizer.decode(list(own_ids)).replace("▁", " ").strip()
 

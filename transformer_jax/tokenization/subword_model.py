@@ -11,12 +11,12 @@ from transformer_jax.tokenization.segmenters import (
     SentencePieceSegmenter,
     make_segmenter,
 )
-from transformer_jax.tokenization.subword_sampling import SubwordSampling, any_of
+from transformer_jax.tokenization.subword_sampling import SubwordSampling, any_symbol_pattern
 from transformer_jax.tokenization.vocabulary import Vocabulary
 
 # The tag that can begin a line in multilingual Marian models.
 _TAG = ">>.*?<<"
-_IS_TAG = re.compile(">>.*<<")
+_TAG_TOKEN = re.compile(">>.*<<")
 
 
 class SubwordModel:
@@ -46,18 +46,20 @@ class SubwordModel:
                     "A tokenizer.json file needs a vocabulary, because it does not say which "
                     "tokens are PAD and EOS; expected Vocabulary(tokens, pad_id, eos_id, ...)."
                 )
-            vocabulary = Vocabulary.of_sentencepiece(segmenter)
+            vocabulary = Vocabulary.from_sentencepiece(segmenter)
         self.vocabulary = vocabulary
         self.pad_id = vocabulary.pad_id
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         # True if the segmenter's ids are those of the vocabulary.
-        self._same_ids = self.has_own_vocabulary or isinstance(segmenter, JsonSegmenter)
-        has_tags = not self._same_ids and any(map(_IS_TAG.fullmatch, vocabulary.tokens))
+        self._ids_agree = self.has_own_vocabulary or isinstance(segmenter, JsonSegmenter)
+        has_tags = not self._ids_agree and any(map(_TAG_TOKEN.fullmatch, vocabulary.tokens))
         tag = f"(?:{_TAG})?" if has_tags else ""
-        self._tag = re.compile(tag)
-        self._leading = re.compile(rf"{tag}(?:\s*(?:{any_of(segmenter.symbols)}))*")
+        self._tag_pattern = re.compile(tag)
+        self._leading_symbols = re.compile(
+            rf"{tag}(?:\s*(?:{any_symbol_pattern(segmenter.symbols)}))*"
+        )
 
     @property
     def model(self) -> bytes:
@@ -87,15 +89,15 @@ class SubwordModel:
         """
         if isinstance(lines, str):
             raise UserError(f"lines is {short_repr(lines)}; expected a list of lines.")
-        if self._same_ids and sampling is None:
+        if self._ids_agree and sampling is None:
             encoded = self.segmenter.encode_as_ids(lines)
             if self.has_own_vocabulary:  # whose control symbols are never in text
                 return encoded
             return [self.vocabulary.without_controls(ids) for ids in encoded]
-        tags = [_prefix(self._tag, line) for line in lines]
-        texts = [line[len(tag) :] for line, tag in zip(lines, tags)]
+        has_tags = [_prefix(self._tag_pattern, line) for line in lines]
+        texts = [line[len(tag) :] for line, tag in zip(lines, has_tags)]
         if sampling is None:
-            segmented = self.segmenter.encode(texts)
+            pieces_of_lines = self.segmenter.encode(texts)
         elif isinstance(self.segmenter, JsonSegmenter):
             raise UserError(
                 f"The training text is segmented with {sampling}; expected no subword sampling "
@@ -103,22 +105,22 @@ class SubwordModel:
                 "has a tokenizer.json file."
             )
         else:
-            segmented = self.segmenter.sample(texts, sampling, seed)
+            pieces_of_lines = self.segmenter.sample(texts, sampling, seed)
         return [
             self.vocabulary.text_ids([tag, *pieces] if tag else pieces)
-            for tag, pieces in zip(tags, segmented)
+            for tag, pieces in zip(has_tags, pieces_of_lines)
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode a sequence of token ids to text, skipping PAD, BOS, EOS, languages and other
         special tokens.
         """
-        hidden = self.vocabulary.hidden_ids
-        shown = [token for token in map(int, ids) if token not in hidden]
-        if self._same_ids:
-            text = self.segmenter.decode_ids(shown)
+        hidden_ids = self.vocabulary.hidden_ids
+        visible_ids = [token for token in map(int, ids) if token not in hidden_ids]
+        if self._ids_agree:
+            text = self.segmenter.decode_ids(visible_ids)
         else:
-            text = self.segmenter.decode(self.tokens(shown))
+            text = self.segmenter.decode(self.tokens(visible_ids))
         # byte tokens can decode to a newline, but a line must stay one line
         return text.replace("\n", " ")
 
@@ -145,7 +147,7 @@ class SubwordModel:
 
     def tag(self, line: str) -> str:
         """Return the leading symbols of a line (``split_tag``) with the spaces around them."""
-        symbols = _prefix(self._leading, line)
+        symbols = _prefix(self._leading_symbols, line)
         return line.removesuffix(line[len(symbols) :].lstrip()) if symbols else ""
 
     def split_tag(self, line: str) -> tuple[list[int], str]:
@@ -154,7 +156,7 @@ class SubwordModel:
         Leading symbols are a tag such as ``>>deu<<`` (imported models only), then any of
         ``tokenizer.user_defined_symbols``. Every segment of a long line repeats them.
         """
-        symbols = _prefix(self._leading, line)
+        symbols = _prefix(self._leading_symbols, line)
         return self.encode([symbols])[0], line[len(symbols) :]
 
     def with_symbols(self, symbols: Sequence[str]) -> SubwordModel:

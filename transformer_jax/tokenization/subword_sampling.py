@@ -27,11 +27,11 @@ from transformer_jax.settings.config import TokenizerConfig
 
 # Units that are segmented separately: words that start with ▁ (a space), words that end with ▁, or,
 # if tokens span several words, the whole line.
-_UNITS = "\u2581?[^\u2581]+|\u2581", "[^\u2581]*\u2581|[^\u2581]+", "(?s:.+)"
+_WORD_PATTERNS = "\u2581?[^\u2581]+|\u2581", "[^\u2581]*\u2581|[^\u2581]+", "(?s:.+)"
 _CACHED_WORDS = 2**15
 
 
-def any_of(symbols: Iterable[str]) -> str:
+def any_symbol_pattern(symbols: Iterable[str]) -> str:
     """Return a regular expression that matches any of the symbols, preferring the longest; one that
     never matches, if there are none.
     """
@@ -91,32 +91,34 @@ class SubwordSampler:
         self._processor = processor
         self.dropout = dropout
         self._ranks = {p.piece: -p.score for p in pieces if p.type == p.NORMAL}
-        self._unit = next(
-            unit for unit in map(re.compile, _UNITS) if all(map(unit.fullmatch, self._ranks))
+        self._word_pattern = next(
+            unit
+            for unit in map(re.compile, _WORD_PATTERNS)
+            if all(map(unit.fullmatch, self._ranks))
         )
-        self._spells_bytes = any(p.type == p.BYTE for p in pieces)
+        self._has_byte_fallback = any(p.type == p.BYTE for p in pieces)
         self._symbols = {p.piece for p in pieces if p.type == p.USER_DEFINED}
-        self._symbol = re.compile(f"({any_of(self._symbols)})")
-        self._merged = lru_cache(_CACHED_WORDS)(self._merge)
+        self._symbol_pattern = re.compile(f"({any_symbol_pattern(self._symbols)})")
+        self._cached_merge = lru_cache(_CACHED_WORDS)(self._merge)
 
     def sample(self, line: str, generator: random.Random) -> list[str]:
         """Draw a random segmentation of ``line`` and return its pieces."""
         text = self._processor.normalize(line)
         pieces: list[str] = []
-        for part in self._symbol.split(text):
+        for part in self._symbol_pattern.split(text):
             if part in self._symbols:
                 pieces.append(part)
             else:
-                for word in self._unit.findall(part):
-                    pieces += self._draw(word, generator)
+                for word in self._word_pattern.findall(part):
+                    pieces += self._segment_word(word, generator)
         return pieces
 
-    def _draw(self, word: str, generator: random.Random) -> list[str]:
+    def _segment_word(self, word: str, generator: random.Random) -> list[str]:
         # The number of merges before the first drop has a geometric distribution. Often no merge
         # in the word is dropped.
         first_drop = self._merges_before_drop(generator)
         if first_drop >= len(word) - 1:
-            return self._merged(word)
+            return self._cached_merge(word)
         return self._merge(word, first_drop, generator)
 
     def _merges_before_drop(self, generator: random.Random) -> int:
@@ -154,7 +156,7 @@ class SubwordSampler:
         for known, run in groupby(parts, self._ranks.__contains__):
             if known:
                 pieces += run
-            elif self._spells_bytes:
+            elif self._has_byte_fallback:
                 pieces += (f"<0x{byte:02X}>" for byte in "".join(run).encode())
             else:
                 pieces.append("".join(run))

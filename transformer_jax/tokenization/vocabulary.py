@@ -53,7 +53,7 @@ class Vocabulary:
             )
 
     @classmethod
-    def of_sentencepiece(cls, segmenter: SentencePieceSegmenter) -> Vocabulary:
+    def from_sentencepiece(cls, segmenter: SentencePieceSegmenter) -> Vocabulary:
         """Return the vocabulary of a SentencePiece model's own ids.
 
         Raises ``UserError`` if it has no PAD or EOS (``with_padding`` adds them).
@@ -73,7 +73,7 @@ class Vocabulary:
         return {self.name(i): i for i in reversed(range(len(self.tokens)))}
 
     @cached_property
-    def not_text_ids(self) -> frozenset[int]:
+    def non_text_ids(self) -> frozenset[int]:
         """Ids that text never has: PAD, BOS, EOS, and ids without a token."""
         ids = {i for i, token in enumerate(self.tokens) if not token}
         ids |= {self.pad_id, self.eos_id}
@@ -84,7 +84,7 @@ class Vocabulary:
     @cached_property
     def hidden_ids(self) -> frozenset[int]:
         """Ids that are not text: special tokens, and ids without a token."""
-        return self.not_text_ids | {*self.special}
+        return self.non_text_ids | {*self.special}
 
     def name(self, number: int) -> str:
         """Return the token with this id, or <unused_ID>."""
@@ -114,14 +114,14 @@ class Vocabulary:
 
     def without_controls(self, ids: Sequence[int]) -> list[int]:
         """Replace PAD, BOS, EOS and ids without a token by UNK, or leave them out without UNK."""
-        not_text = self.not_text_ids
-        if not_text.isdisjoint(ids):
+        non_text_ids = self.non_text_ids
+        if non_text_ids.isdisjoint(ids):
             return list(ids)
         if self.unk_id is None:
-            return [number for number in ids if number not in not_text]
-        return [self.unk_id if number in not_text else number for number in ids]
+            return [number for number in ids if number not in non_text_ids]
+        return [self.unk_id if number in non_text_ids else number for number in ids]
 
-    def with_tokens(self, new: Sequence[str]) -> Vocabulary:
-        """Return a copy with the missing ones of ``new`` appended. Existing ids stay."""
-        missing = [token for token in new if token not in self.id_of]
+    def with_tokens(self, new_tokens: Sequence[str]) -> Vocabulary:
+        """Return a copy with the missing ones of ``new_tokens`` appended. Existing ids stay."""
+        missing = [token for token in new_tokens if token not in self.id_of]
         return replace(self, tokens=(*self.tokens, *missing))
