@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from random_models import lines_of_words, make_model, train_tokenizer
 
 from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.special_ids import UNK_ID
+from transformer_jax.tokenization.subword_model import SubwordModel
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import word_numbers
-from transformer_jax.translation.alignment import Alignment, align_texts
+from transformer_jax.translation.alignment import Alignment, align_texts, concatenate_alignments
+from transformer_jax.translation.output_formats import output_values
 from transformer_jax.translation.requests import Translation
 from transformer_jax.translation.scoring import Scorer
 
@@ -102,3 +107,23 @@ def test_an_unknown_token_is_a_separate_word():
     assert [number for name, number in names if name == "<unk>"] == [1]
     assert found.target_word_ids == sorted(found.target_word_ids)
     assert set(found.target_word_ids) == {0, 1, 2, 3}
+
+
+def test_eos_has_the_name_that_the_vocabulary_gives_it(tokenizer):
+    """As in BERT's vocabulary, where EOS is [SEP]. It is the word of no token."""
+    letters = tokenizer.source
+    tokens = tuple("[SEP]" if token == "</s>" else token for token in letters.vocabulary.tokens)
+    vocabulary = replace(letters.vocabulary, tokens=tokens)
+    side = SubwordModel(letters.segmenter, vocabulary)
+    [ids] = side.encode([LINES[0]])
+    weights_TS = np.eye(len(ids) + 1)
+    texts = (LINES[0], LINES[0])
+    pair = align_texts(Tokenizer(side, side), texts, (ids, ids), weights_TS)
+    assert pair.source[-1] == pair.target[-1] == side.eos_token == "[SEP]"
+    both = concatenate_alignments([pair, pair])
+    assert both.source.count("[SEP]") == 1 and both.target.count("[SEP]") == 2
+    count = len(LINES[0].split())
+    assert pair.hard() == " ".join(f"{i}-{i}" for i in range(count))
+    assert both.hard() == " ".join(f"{i}-{i}" for i in range(2 * count))
+    translation = Translation("c d", 0.0, 0.0, 3, ("c", "d"), (0.0,) * 3, eos_token="[SEP]")
+    assert output_values(translation, token_scores=True)["tokens"] == ["c", "d", "[SEP]"]

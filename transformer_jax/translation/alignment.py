@@ -31,11 +31,12 @@ class Alignment(NamedTuple):
             return ""
         is_word_S = np.array(self.source_word_ids) >= 0
         best_T = np.where(is_word_S, self.weights_TS[:-1, :-1], -1).argmax(axis=1)
-        tokens = zip(self.target, self.target_word_ids, best_T)  # </s> separates segments
+        eos_token = self.target[-1]  # also separates segments
+        tokens = zip(self.target, self.target_word_ids, best_T)
         pairs = {
             (self.source_word_ids[best], word)
             for token, word, best in tokens
-            if token != "</s>" and word >= 0 and is_word_S[best]
+            if token != eos_token and word >= 0 and is_word_S[best]
         }
         return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
@@ -59,7 +60,7 @@ def concatenate_alignments(alignments: Sequence[Alignment]) -> Alignment:
         source_word_ids += _number_after(source_word_ids, alignment.source_word_ids)
         target_word_ids += [*_number_after(target_word_ids, alignment.target_word_ids), -1]
     return Alignment(
-        tuple(chain(*sources, ["</s>"])),
+        tuple(chain(*sources, alignments[-1].source[-1:])),
         tuple(chain(*targets)),
         weights_TS,
         source_word_ids,
@@ -92,7 +93,7 @@ def align_texts(
 
 
 def _words(side: SubwordModel, ids: Sequence[int], text: str) -> tuple[tuple[str, ...], list[int]]:
-    """Return tokens, with EOS as </s>, and the word of each."""
+    """Return tokens, and the word of each."""
     names = side.tokens(ids)
     word_ids = token_words(side, names, text.split())
-    return tuple("</s>" if i == side.eos_id else name for i, name in zip(ids, names)), word_ids
+    return tuple(names), word_ids

@@ -80,7 +80,9 @@ def output_values(
         "unmet": translation.unmet or None,
     }
     if token_scores or alignments == "soft":
-        values["tokens"] = [*translation.tokens, "</s>"] if translation.length else []
+        values["tokens"] = (
+            [*translation.tokens, translation.eos_token] if translation.length else []
+        )
     if token_scores:
         values["token_scores"] = [_number(x) for x in translation.token_log_probs]
     if alignments == "soft":

@@ -129,6 +129,7 @@ class Part:
             len(tokens),
             tuple(tokens[:-1]),
             tuple(chain.from_iterable(hypothesis.token_log_probs for hypothesis in hypotheses)),
+            eos_token=target.eos_token,
         )
 
 
@@ -145,9 +146,11 @@ class Line:
         for part, translation in zip(self.parts, translations, strict=True):
             joiner.add(part.before, part.source, translation.text)
         tokens = list[str]()
+        eos_token = ""
         for translation in translations:
             if translation.length:
-                tokens += [*translation.tokens, self.parts[0].tokenizer.target.eos_token]
+                eos_token = translation.eos_token
+                tokens += [*translation.tokens, eos_token]
         alignments = [
             _without_tag(part, t.alignment) for part, t in zip(self.parts, translations) if t.tokens
         ]
@@ -161,6 +164,7 @@ class Line:
             tuple(chain.from_iterable(t.token_log_probs for t in translations)),
             _concatenate_if_complete(alignments),
             tuple(dict.fromkeys(missing)),
+            eos_token,
         )
 
 

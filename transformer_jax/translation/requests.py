@@ -79,6 +79,8 @@ class Translation:
     """Alignment from ``Scorer.align``."""
     unmet: tuple[str, ...] = ()
     """Source terms of the glossary that lack a target term."""
+    eos_token: str = field(default="</s>", compare=False)
+    """The vocabulary's name of EOS."""
 
 
 def check_text(text: object, name: str) -> None:

@@ -112,6 +112,7 @@ class Scorer:
                     length,
                     tuple(self.tokenizer.target.tokens(ids)),
                     tuple(map(float, log_probs)),
+                    eos_token=self.tokenizer.target.eos_token,
                 )
             )
         return translations

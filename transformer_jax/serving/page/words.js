@@ -6,9 +6,9 @@ const mean = (numbers) => numbers.reduce((sum, x) => sum + x, 0) / numbers.lengt
 const percent = (share) => `${Math.round(100 * share)}%`;
 const utf8 = (text) => [...new TextEncoder().encode(text)];
 
-/** The UTF-8 bytes of a token, without whitespace. */
-function bytesOf(token) {
-  if (token === "</s>") return [];
+/** The UTF-8 bytes of a token, without whitespace; none of the EOS token. */
+function bytesOf(token, eos) {
+  if (token === eos) return [];
   const byte = /^<0x([0-9A-F]{2})>$/.exec(token);
   return byte ? [parseInt(byte[1], 16)] : utf8(token === "<unk>" ? "⁇" : token.replace(/[▁\s]/g, ""));
 }
@@ -22,7 +22,8 @@ function partsOf(text) {
 
 /** Words of a text as {before, text, tokens: indices}; null if the tokens do not spell the text. */
 function wordsOf(tokens, text) {
-  const spelled = tokens.map(bytesOf);
+  const eos = tokens.at(-1);
+  const spelled = tokens.map((token) => bytesOf(token, eos));
   const owners = spelled.flatMap((bytes, i) => bytes.map(() => i)); // token of each byte
   const read = new TextDecoder().decode(Uint8Array.from(spelled.flat()));
   if (read !== text.replace(/\s/g, "")) return null;
@@ -36,7 +37,7 @@ function wordsOf(tokens, text) {
     const first = Math.min(owners[byte], next); // a lone "▁" belongs to the next word
     byte += utf8(part).length;
     next = owners[byte - 1] + 1;
-    const its = [...tokens.keys()].slice(first, next).filter((i) => tokens[i] !== "</s>");
+    const its = [...tokens.keys()].slice(first, next).filter((i) => tokens[i] !== eos);
     words.push({ before, text: part, tokens: its });
     before = "";
   }
@@ -48,7 +49,8 @@ const whole = (tokens, text) => [{ before: "", text, tokens: [...(tokens ?? []).
 
 /** Words of a text that differs from its tokens by normalization or <unk>. */
 function normalized(tokens, text) {
-  const spelled = tokens.filter((token) => token !== "</s>").map((token) => token.replace("<unk>", "⁇"));
+  const eos = tokens.at(-1);
+  const spelled = tokens.filter((token) => token !== eos).map((token) => token.replace("<unk>", "⁇"));
   const words = wordsOf(tokens, spelled.join("").replaceAll("▁", " ")) ?? [];
   const shown = text.trim().split(/\s+/);
   if (words.length !== shown.length) return whole(tokens, text);
