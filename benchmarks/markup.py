@@ -4,7 +4,8 @@
 
 Marks one word of each sentence with <b id="N">. The tag is well placed if it encloses a target word
 that the model's hard alignment links to the marked word (or if no word is linked to it). For each
-page, compares all tags, comments and untranslated elements before and after.
+page, compares all tags, their nesting, comments, untranslated elements, placeholders and the number
+of lines before and after.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,6 +24,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformer_jax import Request, Scorer, Translator, read_lines, run_program
+from transformer_jax.translation.documents.placeholders import PLACEHOLDERS, find_spans
+from transformer_jax.translation.markup import Document
 
 
 @dataclass(frozen=True)
@@ -41,22 +45,31 @@ class Arguments:
 
 
 class Structure(HTMLParser):
-    """Tags, comments and untranslated text, in the order of the document."""
+    """Tags, comments and untranslated text, in the order of the document, and whether each end tag
+    ends the innermost element.
+    """
 
     def __init__(self, text: str):
         super().__init__()
         self.found = list[str]()
+        self.ends = list[tuple[str, bool]]()
         self._kept = list[str]()
+        self._open = list[str]()
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append(self.get_starttag_text() or "")
+        self._open.append(tag)
         if tag in ("code", "pre", "script", "style"):
             self._kept.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         self.found.append(f"</{tag}>")
+        if tag in self._open:
+            self.ends.append((tag, self._open[-1] == tag))
+            while self._open.pop() != tag:
+                pass
         if self._kept and self._kept[-1] == tag:
             self._kept.pop()
 
@@ -122,17 +135,36 @@ def main(arguments: Arguments) -> None:
     translator = Translator.from_workdir(arguments.workdir)
     if arguments.input:
         sentences(translator, arguments)
-    equal = 0
+    num_right = 0
     for page in arguments.pages:
         with open(page, encoding="utf-8", newline="") as file:
             text = file.read()
         [translation] = translator.documents([Request(text, format="html")], layer=arguments.layer)
-        before, after = (Structure(each).found for each in (text, translation.text))
-        equal += (has_all := before == after or sorted(before) == sorted(after))
-        order = "in the has_all order" if before == after else "moved" if has_all else "DIFFERENT"
-        print(f"{page}: {len(before)} parts, {order}")
+        lost = differences(text, translation.text, translator)
+        num_right += not lost
+        print(f"{page}: {', '.join(lost) or 'right'}")
     if arguments.pages:
-        print(f"{equal} of {len(arguments.pages)} pages have the same tags and untranslated parts.")
+        print(f"{num_right} of {len(arguments.pages)} pages have the same tags and untranslated")
+        print("parts, well nested, the same placeholders, and all lines.")
+
+
+def differences(before: str, after: str, translator: Translator) -> list[str]:
+    """Return which kinds of parts differ between a page and its translation."""
+    structures = [Structure(page) for page in (before, after)]
+    placeholders = []
+    for page in (before, after):
+        spans = find_spans(page, PLACEHOLDERS)
+        placeholders.append(Counter(page[start:end] for start, end in spans))
+    num_lines = [
+        len(Document(page, "html", translator.tokenizer).lines) for page in (before, after)
+    ]
+    kinds = {
+        "tags": sorted(structures[0].found) != sorted(structures[1].found),
+        "nesting": sorted(structures[0].ends) != sorted(structures[1].ends),
+        "placeholders": placeholders[0] != placeholders[1],
+        "lines": num_lines[0] != num_lines[1],
+    }
+    return [kind for kind, is_different in kinds.items() if is_different]
 
 
 if __name__ == "__main__":

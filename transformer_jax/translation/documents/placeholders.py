@@ -14,8 +14,10 @@ _CONVERSION = rf"{_SIZE}[diouxXeEfFgGcspn@]"
 PLACEHOLDERS = (
     r"\{\{\{[^{}\n]*\}\}\}|\{\{[^{}\n]*\}\}",
     r"[$%#@]\{[^{}\n]*\}|\{[^{}\s]*\}|\{ ?[\w.]+ ?\}",
-    # printf: with a name or a number; any letter at the end of a word; before letters (not 5 %ig)
+    # printf: with a name or a number; with a precision, a leading zero or *, which no text has; any
+    # letter at the end of a word; before letters (not 5 %ig)
     rf"%%|%(?:\(\w+\)|\d+\$){_WIDTH}{_CONVERSION}|%<\w+>(?:{_WIDTH}{_CONVERSION})?",
+    rf"%[-+#]*(?:0\d+|(?:\d+|\*)?\.(?:\d+|\*)|\*){_CONVERSION}|%(?:ll|l|hh)d|%@",
     rf"%(?:{_WIDTH}[a-zA-Z@](?!\w)|(?<!\d%)(?<!\d\s%)[-+#0]*{_CONVERSION})",
     r"(?:https?|ftp)://[^\s<>\"\u3000-\u9fff\uff00-\uffef]*[^\s<>\".,;:!?)\u3000-\u9fff\uff00-\uffef]",
     r"(?<![A-Za-z0-9_.+-])[A-Za-z0-9_.+-]++@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+",
