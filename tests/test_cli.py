@@ -13,8 +13,11 @@ from typing import Annotated
 import pytest
 import tyro
 
-from transformer_jax.cli import flag_values, parse_flags, run_program
+from transformer_jax.cli import config_in_flags, flag_values, parse_flags, run_program
 from transformer_jax.errors import UserError
+from transformer_jax.settings.config import Config
+from transformer_jax.settings.config_files import to_json
+from transformer_jax.training.__main__ import Arguments as TrainArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "transformer_jax"
@@ -212,3 +215,14 @@ def test_flags_can_be_inspected_before_parsing() -> None:
     assert flag_values(["--config=a.py"], "config") == ["a.py"]
     assert flag_values(["--workdir", "x", "y", "--seed", "1", "--workdir=z"], "workdir") == [*"xyz"]
     assert dataclasses.is_dataclass(parse_flags(Outer, ["--name=n"]))
+
+
+def test_of_a_repeated_config_the_last_counts(tmp_path: Path) -> None:
+    """As of any other flag that has one value."""
+    files = [str(tmp_path / f"{seed}.json") for seed in range(3)]
+    for seed, file in enumerate(files):
+        Path(file).write_text(to_json(Config(seed=seed)))
+    flags = [f"--config={files[1]}", "--config", files[0], "--config", files[2]]
+    found = config_in_flags(flags)
+    assert (found["config"], found["settings"].seed) == (files[2], 2)
+    assert parse_flags(TrainArguments, flags, defaults=found).config == files[2]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
-from transformer_jax.devices.sharding import make_mesh
+from transformer_jax.devices.sharding import check_rows, make_mesh
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import MeshConfig
 
@@ -80,3 +80,20 @@ def test_invalid_meshes(config: MeshConfig, chips: tuple[int, int, int], message
         devices.append(tpus(1, 6, 1)[5])
     with pytest.raises(UserError, match=message):
         make_mesh(config, devices)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+def test_rows_divide_over_devices_and_microbatches(
+    shape: tuple[int, int, int], accumulate_steps: int
+) -> None:
+    """A row is split over no axis but data and fsdp."""
+    mesh = make_mesh(MeshConfig(*shape))
+    product = shape[0] * shape[1] * accumulate_steps
+    for rows in range(1, 50):
+        if rows % product == 0:
+            check_rows(mesh, rows, accumulate_steps)
+        else:
+            with pytest.raises(UserError, match=rf"_multiple is {rows}; .* = {product}, so that"):
+                check_rows(mesh, rows, accumulate_steps)

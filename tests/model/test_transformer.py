@@ -279,6 +279,22 @@ def test_cut_tokens_in_packed_rows_equal_those_in_separate_rows() -> None:
         np.testing.assert_allclose(packed[0, 3:], separate[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_first_input_of_each_packed_sentence_is_trained_or_none(trained: bool) -> None:
+    model = build(tie_embeddings="none", train_decoder_start=trained)
+    segments = np.array([[1] * 3 + [2] * 4])
+    row = tokens(1, 7)
+    graph, parameters = nnx.split(model)
+    packed = {"source_segments_BS": segments, "target_segments_BT": segments}
+
+    def loss(parameters: nnx.State) -> jax.Array:
+        return (nnx.merge(graph, parameters)(row, row, **packed)[0, 3:] ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss))(parameters)["target_embedding"]["matrix"][...]
+    assert bool(np.any(gradient[model.config.decoder_start_id])) == trained
+    assert np.any(gradient[row[0, 3]]) and not np.any(gradient[row[0, 0]])
+
+
 def test_packed_rows_can_exceed_the_learned_positions() -> None:
     model = build(positions="learned", max_positions=6)
     segments = np.array([[1] * 5 + [2] * 5, [1] * 3 + [0] * 7])
