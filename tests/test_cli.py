@@ -222,7 +222,7 @@ def test_of_a_repeated_config_the_last_counts(tmp_path: Path) -> None:
     files = [str(tmp_path / f"{seed}.json") for seed in range(3)]
     for seed, file in enumerate(files):
         Path(file).write_text(to_json(Config(seed=seed)))
-    flags = [f"--config={files[1]}", "--config", files[0], "--config", files[2]]
+    flags = ["--workdir=w", f"--config={files[1]}", "--config", files[0], "--config", files[2]]
     found = config_in_flags(flags)
     assert (found["config"], found["settings"].seed) == (files[2], 2)
     assert parse_flags(TrainArguments, flags, defaults=found).config == files[2]

@@ -147,6 +147,22 @@ def prefix(server: Server, num_tokens: int) -> str:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"q": "x"},
+        {"q": ["x", "x"]},
+        {"q": "x", "prefix": "x"},
+        {"q": "x", "glossary": {"x": "x"}},
+        {"q": ["x", ""], "prefix": "x", "glossary": {"x": ["x", "x"], "xx": "xxx"}},
+    ],
+)
+def test_all_text_of_a_query_counts(fields: dict[str, Any]) -> None:
+    """Tokenizing any of it takes time."""
+    query = Query(target="de", **fields)
+    assert query.num_characters == json.dumps(fields).count("x") - ("prefix" in fields)
+
+
+@pytest.mark.parametrize(
     ("limit", "path"),
     # A stream takes one text.
     [
