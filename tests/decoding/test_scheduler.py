@@ -51,7 +51,8 @@ def new_scheduler(engine):
 
 def compiled_scheduler(engine):
     scheduler = new_scheduler(engine)
-    scheduler.batches[0].compile()
+    while scheduler.compile_next(scheduler.batches[0]):
+        pass
     return scheduler
 
 
@@ -130,17 +131,34 @@ def test_results_equal_the_engines(num_models, settings):
 
 
 def test_sentences_move_to_the_fewest_rows_that_hold_them():
-    [batch] = new_scheduler(shared_engine()).batches
+    [batch] = compiled_scheduler(shared_engine()).batches
     for count, expected in [(0, 1), (1, 1), (2, 2), (3, 4), (5, 4), (2, 2)]:
         batch.resize(count)
         batch.decode([], max_steps=0, stop_after=1)
         assert batch.num_rows == len(batch._rows.state.done_B) == expected
 
 
+def test_sentences_wait_until_a_number_of_rows_is_compiled():
+    """They use only compiled numbers of rows, although more sentences wait."""
+    scheduler = new_scheduler(shared_engine())
+    [batch] = scheduler.batches
+    futures = [submit(scheduler, sentence) for sentence in SENTENCES[:6]]
+    scheduler.step()
+    assert not scheduler.is_ready(batch.bucket) and scheduler.num_waiting == 6
+    numbers = []
+    while scheduler.compile_next(batch):
+        scheduler.step()
+        numbers.append(batch.num_rows)
+    assert numbers == [1, 2]
+    run(scheduler)
+    for future, expected in zip(futures, shared_engine().search(SENTENCES[:6]), strict=True):
+        assert [x.tokens for x in future.result(0)] == [x.tokens for x in expected[:1]]
+
+
 @pytest.mark.parametrize("state", ["waiting", "running", "finished"])
 def test_a_canceled_sentence(state):
     """It gets no result, leaves no trace, and changes no other sentence."""
-    scheduler = new_scheduler(shared_engine())
+    scheduler = compiled_scheduler(shared_engine())
     other = submit(scheduler, SENTENCES[5])
     if state != "waiting":
         scheduler.step()
@@ -168,7 +186,7 @@ def test_a_canceled_sentence(state):
 
 def test_positions_of_idle_rows_do_not_overflow():
     """They are int32 on the device."""
-    scheduler = new_scheduler(shared_engine())
+    scheduler = compiled_scheduler(shared_engine())
     [batch] = scheduler.batches
     expected = [[x.tokens for x in found] for found in shared_engine().search(SENTENCES)]
     for start in 2**31 - 5, 2**31 - 2:
@@ -195,6 +213,7 @@ def test_nan_parameters_give_no_hypotheses():
     model = make_model(Vocabulary)
     model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
     scheduler = new_scheduler(Engine(model, CONFIG))
+    scheduler.compile_next(scheduler.batches[0])
     future = submit(scheduler, SENTENCES[3])
     scheduler.step()
     assert future.result(timeout=0) == []
@@ -225,7 +244,8 @@ class RecordingBatch(RunningBatch):
     def release(self):
         self.calls.append("release")
 
-    compile = resize = None
+    is_ready = True
+    compile_next = resize = None
 
 
 def test_all_work_is_dispatched_before_the_host_reads_a_result():

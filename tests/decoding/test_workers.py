@@ -23,13 +23,19 @@ class EchoBatch(RunningBatch):
         self.num_rows = BUCKET.rows
         self.before = before
         self.num_compiled = 0
+        self.can_compile = threading.Event()
+        self.can_compile.set()
         self._running: list[Task] = []
 
     encode_batch_size = property(lambda self: 2)
     running = property(lambda self: self._running)
 
-    def compile(self) -> None:
+    is_ready = property(lambda self: self.num_compiled > 0)
+
+    def compile_next(self) -> bool:
+        self.can_compile.wait(10)
         self.num_compiled += 1
+        return self.num_compiled < 3
 
     def resize(self, count: int) -> None:
         pass
@@ -56,15 +62,48 @@ def test_threads_share_the_sentences() -> None:
     workers = make_workers(*(each.append for each in batches))
     workers.start()
     workers.start()  # does nothing
+    workers.wait_until_compiled()
     futures = [workers.submit(sentence) for sentence in SENTENCES]
     found = [future.result(10) for future in futures]
     assert [hypothesis.tokens for [hypothesis] in found] == [x.tokens for x in SENTENCES]
     assert all(batches)
-    assert [each.batches[0].num_compiled for each in workers.schedulers] == [1, 1]  # type: ignore[attr-defined]
+    assert [each.batches[0].num_compiled for each in workers.schedulers] == [3, 3]  # type: ignore[attr-defined]
     workers.close()
     assert not workers.num_waiting and not workers.num_running
     with pytest.raises(SearchFailed, match="was closed"):
         workers.submit(SENTENCES[0]).result(0)
+
+
+def test_sentences_are_searched_while_more_is_compiled() -> None:
+    """They go to a device that is ready."""
+    workers = make_workers(lambda _: None, lambda _: None)
+    second = workers.schedulers[1].batches[0]
+    second.can_compile.clear()  # type: ignore[attr-defined]
+    workers.start()
+    futures = [workers.submit(sentence) for sentence in SENTENCES]
+    for future in futures:
+        future.result(10)
+    assert not second.is_ready
+    workers.close()
+    second.can_compile.set()  # type: ignore[attr-defined]
+    workers.wait_until_compiled()
+    assert second.num_compiled == 1  # type: ignore[attr-defined]
+
+
+def test_a_failed_compilation_ends_all_sentences(caplog: pytest.LogCaptureFixture) -> None:
+    workers = make_workers(lambda _: None, lambda _: None)
+    second = workers.schedulers[1].batches[0]
+
+    def compile_next() -> bool:
+        raise RuntimeError("out of memory")
+
+    second.compile_next = compile_next  # type: ignore[method-assign]
+    workers.start()
+    workers.wait_until_compiled()
+    with pytest.raises(SearchFailed, match="out of memory"):
+        workers.submit(SENTENCES[0]).result(0)
+    workers.close()
+    assert "The search failed and must be restarted" in caplog.text
 
 
 def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture) -> None:
@@ -77,6 +116,7 @@ def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture
 
     workers = make_workers(fail, lambda _: goes_on.wait(10))
     workers.start()
+    workers.wait_until_compiled()
     futures = [workers.submit(sentence) for sentence in SENTENCES]
     futures[-1].cancel()
     unfinished = [scheduler.num_unfinished for scheduler in workers.schedulers]

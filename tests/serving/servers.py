@@ -99,6 +99,8 @@ def serving(service: Service, translator: Translator, **settings: Any) -> Iterat
         found = Server(port, service, translator)
         while service.status == "compiling":
             time.sleep(0.01)
+        for model in service.models.values():
+            model.workers.wait_until_compiled()
         yield found
 
 

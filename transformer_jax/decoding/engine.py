@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import copy
 from functools import partial
 from typing import Any, Self
@@ -189,7 +189,7 @@ class EngineBatch(RunningBatch):
 
     def __init__(self, engine: Engine, bucket: Bucket, *, is_resizable: bool = False):
         """Prepare rows for sentences of ``bucket``. If ``is_resizable``, there are fewer rows than
-        in the bucket while few sentences are in progress.
+        in the bucket while few sentences are in progress; call ``compile_next`` first.
         """
         self.bucket = bucket
         self._engine = engine
@@ -200,6 +200,7 @@ class EngineBatch(RunningBatch):
             factor = 2 if jax.default_backend() == "cpu" else 8
             row_counts |= {max(engine.min_rows, bucket.rows // factor**i) for i in range(8)}
         self._row_counts = sorted(row_counts)
+        self._compiled_counts: list[int] = []
         self.num_rows = self._row_counts[0]
         self._rows: Rows | None = None  # created when needed
         # The task in each row.
@@ -216,34 +217,46 @@ class EngineBatch(RunningBatch):
     @property
     def encode_batch_size(self) -> int:
         """Maximum number of sentences in a call of ``decode``."""
-        return self._resized_bucket.encode_batch_size
+        return self._encoder_bucket(self.num_rows).encode_batch_size
+
+    def _encoder_bucket(self, num_rows: int) -> Bucket:
+        """Return the bucket whose encoders serve this number of rows. On a CPU, sentences for fewer
+        rows than in the bucket are encoded one by one, so that all these numbers share encoders.
+        """
+        is_single = num_rows < self.bucket.rows and jax.default_backend() == "cpu"
+        return self.bucket._replace(rows=1 if is_single else num_rows)
 
     @property
-    def _resized_bucket(self) -> Bucket:
-        return self.bucket._replace(rows=self.num_rows)
+    def is_ready(self) -> bool:
+        """Whether at least one number of rows is compiled."""
+        return bool(self._compiled_counts)
 
-    def compile(self) -> None:
-        """Compile the functions for each number of rows and each padded length."""
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(self._compile, self._row_counts))
-
-    def _compile(self, count: int) -> None:
+    def compile_next(self) -> bool:
+        """Compile the functions for the next number of rows and each padded length, by calling
+        them. Returns whether there are more.
+        """
         engine = self._engine
-        bucket = self.bucket._replace(rows=count)
-        rows = engine.new_rows(bucket)
-        self._empty_encoded[bucket] = engine.encode(bucket, [])
-        for length in bucket.lengths:
-            encoded = engine.encode(bucket, [Sentence([0] * (length - 1))])
+        count = self._row_counts[len(self._compiled_counts)]
+        idle = engine.new_rows(self.bucket._replace(rows=self._row_counts[0]))
+        rows = select_rows(idle, np.full(count, -1, np.int32))
+        encoders = self._encoder_bucket(count)
+        self._empty_encoded[encoders] = engine.encode(encoders, [])
+        for length in self.bucket.lengths:
+            encoded = engine.encode(encoders, [Sentence([0] * (length - 1))])
             rows, _ = engine.admit_and_decode(rows, encoded, 1, max_steps=1, stop_after=1)
         finished_results(rows)
-        for num_rows in self._row_counts:
-            select_rows(rows, np.zeros(num_rows, np.int32))
+        for other in self._compiled_counts:
+            moved = select_rows(rows, np.zeros(other, np.int32))
+            select_rows(moved, np.zeros(count, np.int32))
+        self._compiled_counts.append(count)  # from now on, another thread can decode with it
+        return len(self._compiled_counts) < len(self._row_counts)
 
     def resize(self, count: int) -> None:
-        """Move the running sentences to the smallest number of rows that holds ``count`` sentences,
-        or to the largest.
+        """Move the running sentences to the smallest compiled number of rows that holds ``count``
+        sentences, or to the largest.
         """
-        num_rows = next((rows for rows in self._row_counts if rows >= count), self._row_counts[-1])
+        counts = list(self._compiled_counts)  # another thread may add one
+        num_rows = next((rows for rows in counts if rows >= count), counts[-1])
         if num_rows == self.num_rows:
             return
         from_R = np.full(num_rows, -1, np.int32)
@@ -256,13 +269,13 @@ class EngineBatch(RunningBatch):
 
     def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
         """Assign rows to sentences of one padded length, and decode (see ``RunningBatch``)."""
-        bucket = self._resized_bucket
         if self._rows is None:
-            self._rows = self._engine.new_rows(bucket)
-        if admitted or bucket not in self._empty_encoded:
-            encoded = self._engine.encode(bucket, [task.sentence for task in admitted])
+            self._rows = self._engine.new_rows(self.bucket._replace(rows=self.num_rows))
+        encoders = self._encoder_bucket(self.num_rows)
+        if admitted or encoders not in self._empty_encoded:
+            encoded = self._engine.encode(encoders, [task.sentence for task in admitted])
         else:
-            encoded = self._empty_encoded[bucket]
+            encoded = self._empty_encoded[encoders]
         self._rows, rows_admitted = self._engine.admit_and_decode(
             self._rows, encoded, len(admitted), max_steps=max_steps, stop_after=stop_after
         )

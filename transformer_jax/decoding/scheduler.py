@@ -79,14 +79,21 @@ class RunningBatch(ABC):
     def running(self) -> list[Task]:
         """The tasks in rows, as of the last ``read``."""
 
+    @property
     @abstractmethod
-    def compile(self) -> None:
-        """Compile every function that ``decode`` needs."""
+    def is_ready(self) -> bool:
+        """Whether at least one number of rows is compiled."""
+
+    @abstractmethod
+    def compile_next(self) -> bool:
+        """Compile what ``decode`` needs for the smallest number of rows that is not compiled yet.
+        A thread of its own may call this. Returns whether there are more.
+        """
 
     @abstractmethod
     def resize(self, count: int) -> None:
-        """Move the running sentences to the smallest number of rows that holds ``count`` sentences,
-        or to the largest.
+        """Move the running sentences to the smallest compiled number of rows that holds ``count``
+        sentences, or to the largest.
         """
 
     @abstractmethod
@@ -135,7 +142,8 @@ class _WaitingTasks:
 class Scheduler:
     """Waiting and running sentences of one device.
 
-    Any thread may call ``submit`` and ``stop``. A single thread calls the other methods.
+    Any thread may call ``submit``, ``stop`` and ``is_ready``, and one thread ``compile_next``. A
+    single thread calls the other methods.
 
     Attributes:
       batches: the batch rows of each bucket.
@@ -186,20 +194,39 @@ class Scheduler:
             for task in list(self._unfinished):
                 task.fail(self._failure)
 
-    def wait_for_work(self) -> bool:
-        """Wait for a waiting or running sentence. Returns False after ``stop``."""
+    def is_ready(self, bucket: Bucket) -> bool:
+        """Whether sentences of a bucket need not wait for a compilation."""
+        return any(batch.is_ready for batch in self.batches if batch.bucket == bucket)
+
+    def compile_next(self, batch: RunningBatch) -> bool:
+        """Compile one more number of rows of a batch, for which sentences may be waiting. Returns
+        whether there are more.
+        """
+        has_more = batch.compile_next()
         with self._condition:
-            self._condition.wait_for(lambda: self._failure or self.num_waiting or self.num_running)
+            self._condition.notify_all()
+        return has_more
+
+    def wait_for_work(self) -> bool:
+        """Wait for a sentence that can be searched. Returns False after ``stop``."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure or self._busy_batches())
         return self._failure is None
+
+    def _busy_batches(self) -> list[RunningBatch]:
+        """Return the compiled batches with waiting or running sentences."""
+        return [
+            batch
+            for batch in self.batches
+            if batch.is_ready and (batch.running or self._waiting[batch.bucket])
+        ]
 
     def step(self) -> None:
         """Admit waiting sentences, decode a few steps and read the results, for each bucket."""
         with self._condition:
             for waiting in self._waiting.values():
                 waiting.drop_canceled()
-        busy_batches = [
-            batch for batch in self.batches if batch.running or self._waiting[batch.bucket]
-        ]
+        busy_batches = self._busy_batches()
         for batch in busy_batches:
             waiting = self._waiting[batch.bucket]
             batch.resize(len(batch.running) + len(waiting))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from operator import methodcaller
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 from transformer_jax.decoding.length_buckets import Bucket
 from transformer_jax.decoding.scheduler import Scheduler, SearchFailed
@@ -20,7 +21,8 @@ class Workers:
     """Search threads for one model. Sentences can be submitted at any time, from any thread.
 
     Each thread runs the ``Scheduler`` of one device. A sentence goes to the device with the fewest
-    unfinished sentences, and stays there.
+    unfinished sentences, and stays there. Sentences of short sources are searched, in a few rows,
+    while one more thread compiles searches for long sources, more rows and other devices.
 
     Attributes:
       failure: the error that stopped the search, if any; unfinished and later futures raise it.
@@ -34,18 +36,28 @@ class Workers:
         self._bucket_of = bucket_of
         self._buckets = [batch.bucket for batch in schedulers[0].batches]
         self._threads: list[threading.Thread] = []
+        self._compiling: threading.Thread | None = None
 
     def start(self) -> None:
-        """Compile everything, then start the search threads. Later calls do nothing."""
+        """Compile one search, then start the search threads, and compile all other searches in
+        another thread. Later calls do nothing.
+        """
         if self._threads:
             return
-        with ThreadPoolExecutor() as pool:
-            for scheduler in self.schedulers:  # later GPUs reuse what the first one compiled
-                list(pool.map(methodcaller("compile"), scheduler.batches))
+        scheduler = self.schedulers[0]
+        scheduler.compile_next(scheduler.batches[0])
         for scheduler in self.schedulers:
             thread = threading.Thread(target=self._run, args=[scheduler], daemon=True)
             self._threads.append(thread)
             thread.start()
+        # At exit, Python waits for this thread, because the compiler must not be interrupted.
+        self._compiling = threading.Thread(target=self._compile, name="compile")
+        self._compiling.start()
+
+    def wait_until_compiled(self) -> None:
+        """Wait until all searches are compiled."""
+        if self._compiling:
+            self._compiling.join()
 
     def stop(self, reason: str) -> None:
         """Stop the search. Unfinished and later futures fail with ``reason``."""
@@ -54,7 +66,7 @@ class Workers:
             scheduler.stop(self.failure)
 
     def close(self) -> None:
-        """Stop the search threads."""
+        """Stop the search threads. A compilation in progress ends by itself."""
         self.stop("The search was closed.")
         for thread in self._threads:
             thread.join()
@@ -78,7 +90,8 @@ class Workers:
         if not self._threads:
             raise UserError("The search has not started; call start() first.")
         bucket = self.bucket_of(sentence)
-        scheduler = min(self.schedulers, key=lambda scheduler: scheduler.num_unfinished)
+        ready = [each for each in self.schedulers if each.is_ready(bucket)] or self.schedulers[:1]
+        scheduler = min(ready, key=lambda scheduler: scheduler.num_unfinished)
         return scheduler.submit(sentence, bucket)
 
     @property
@@ -98,9 +111,31 @@ class Workers:
 
     def _run(self, scheduler: Scheduler) -> None:
         """Run one device's thread until ``stop``."""
-        try:
+        with self._stopping_at_errors():
             while scheduler.wait_for_work():
                 scheduler.step()
+
+    def _compile(self) -> None:
+        """Compile all other searches, few rows first, until ``stop``."""
+        start = time.perf_counter()
+        incomplete = [
+            (scheduler, scheduler.batches[index])
+            for index in range(len(self._buckets))
+            for scheduler in self.schedulers
+        ]
+        with self._stopping_at_errors():
+            while incomplete:
+                for scheduler, batch in list(incomplete):
+                    if self.failure:
+                        return
+                    if not scheduler.compile_next(batch):
+                        incomplete.remove((scheduler, batch))
+            logger.info("Compiled all searches in %.0f s.", time.perf_counter() - start)
+
+    @contextmanager
+    def _stopping_at_errors(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             logger.exception("The search failed and must be restarted.")
             self.stop(one_line(error))

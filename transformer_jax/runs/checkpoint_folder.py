@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file
 
 from transformer_jax.devices.sharding import map_named
@@ -99,6 +98,8 @@ def load_state(checkpoint: Manifest, abstract_state: dict[str, Any]) -> dict[str
     Raises ``UserError`` if it has parameters of other names or shapes, which Orbax would cut or
     pad with zeros.
     """
+    from orbax.checkpoint import v1 as ocp  # slow to import, and models do not need it
+
     path = str(checkpoint.folder / "state")
     saved = ocp.checkpointables_metadata(path).metadata
     for part in abstract_state.keys() & {"parameters", "ema"}:

@@ -115,8 +115,14 @@ class CTranslate2Batch(RunningBatch):
                 task.finish(hypotheses)
         self._running = []
 
-    def compile(self) -> None:
-        """Do nothing: CTranslate2 does not compile."""
+    @property
+    def is_ready(self) -> bool:
+        """True: CTranslate2 does not compile."""
+        return True
+
+    def compile_next(self) -> bool:
+        """Do nothing."""
+        return False
 
     def resize(self, count: int) -> None:
         """Do nothing: batches have any size."""

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,14 +74,14 @@ class AsyncTranslator:
         return cls(translator, max_terms=max_terms)
 
     def start(self) -> None:
-        """Compile everything, then start the search threads."""
+        """Compile the search of a few short sentences, and start the search threads. Other searches
+        are compiled in the background (see ``Workers``), and alignments when they are requested.
+        """
         self.workers.start()
-        pairs = [([0] * (length - 1), [0]) for length in self._compiled_align_lengths]
-        self._scorer.align_tokens(pairs)
 
     def close(self) -> None:
         """Stop the search; lines in progress fail."""
-        self._align_executor.shutdown(cancel_futures=True)
+        self._align_executor.shutdown(wait=False, cancel_futures=True)
         self.workers.close()
 
     async def translate(
@@ -126,31 +125,23 @@ class AsyncTranslator:
             translations = await asyncio.to_thread(part.join, hypotheses)
         else:
             translations = part.join(hypotheses)
-        if not alignments:  # a document's part is aligned only if that compiles nothing
+        if not alignments:  # a document's part is aligned unless it is too long
             alignments = part.needs_alignment and self._can_align(part, translations)
         if not alignments:
             return translations
         pairs = [(part.request, translation) for translation in translations]
         return await asyncio.wrap_future(self._align_executor.submit(self._scorer.align, pairs))
 
-    @cached_property
-    def _compiled_align_lengths(self) -> list[int]:
-        """The lengths for which alignment is compiled: those of a sentence that is searched at once
-        and of its translation.
+    def _can_align(self, part: Part, translations: Sequence[Translation]) -> bool:
+        """Whether a part and its translations are at most as long as a sentence that is searched at
+        once, and its translation. This limits the number of alignment functions to compile.
         """
         longest_source = self.translator.engines[0].longest_source
         positions = self.translator.model.config.position_limit
         longest = max(longest_source, self.config.longest_target(longest_source, positions))
-        lengths = [padded_length(1, MIN_PADDED_LENGTH)]
-        while lengths[-1] < longest:
-            lengths.append(padded_length(lengths[-1] + 1, MIN_PADDED_LENGTH))
-        return [min(length, self._scorer.longest) for length in lengths]
-
-    def _can_align(self, part: Part, translations: Sequence[Translation]) -> bool:
-        """Whether alignment is compiled for a part and its translations."""
         num_tokens = sum(len(sentence.tokens) for sentence in part.sentences)
         lengths = [num_tokens + 1, *(translation.length for translation in translations)]
-        return max(lengths) <= self._compiled_align_lengths[-1]
+        return max(lengths) <= min(padded_length(longest, MIN_PADDED_LENGTH), self._scorer.longest)
 
     def new_semaphore(self) -> asyncio.Semaphore:
         """Create a semaphore. Parts that share it use at most half of the rows."""

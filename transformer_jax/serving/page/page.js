@@ -191,7 +191,7 @@ async function wait() {
     const response = await fetch("health").catch(() => null);
     if (response?.ok) return tries === 0;
     const status = await response?.json().then((body) => body.status, () => "");
-    const compiling = "The server is still compiling, which takes about a minute.";
+    const compiling = "The server is still compiling, which can take half a minute.";
     const what = response ? "The server is not ready yet." : "The server is not responding.";
     say(`${status === "compiling" ? compiling : what} Retrying automatically.`);
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
