@@ -109,7 +109,7 @@ def answering(app: Any, **settings: Any) -> Iterator[int]:
     """Run an ASGI application with uvicorn until the end of the block. Yields its port. The end is
     a shutdown as after SIGTERM.
     """
-    config = uvicorn.Config(app, port=0, **UVICORN, **settings)
+    config = uvicorn.Config(app, port=0, **UVICORN | settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

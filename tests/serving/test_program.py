@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import CONFIG, LINES, free_port, running, write_served_run
+from servers import CONFIG, LINES, answering, free_port, running, write_served_run
 
 from transformer_jax.errors import UserError
 from transformer_jax.serving import __main__ as program
 from transformer_jax.serving.app import App
-from transformer_jax.serving.flags import Pair, checked_flags
+from transformer_jax.serving.flags import Arguments, Pair, checked_flags
 from transformer_jax.serving.hosts import allowed_hosts
 from transformer_jax.translation.translator import Translator
 
@@ -109,6 +111,10 @@ def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
         (["--workdir", "W", "--port", "70000"], "--port is 70000; expected 1 to 65535"),
         (["--workdir", "W", "--protect", "a("], "--protect is ('a(',); expected regular express"),
         (["--workdir", "W", "--max-queue", "0"], "--max-queue is 0; expected more than 0"),
+        (
+            ["--workdir", "W", "--trusted-proxies", "10.0.0.0/8", "proxy"],
+            "--trusted-proxies has 'proxy'",
+        ),
         (["--workdir", "W", "--timeout", "nan"], "--timeout is nan; expected more than 0"),
         (
             ["--workdir", "W", "--engine", "ctranslate2", "--max-terms", "4"],
@@ -156,6 +162,33 @@ def test_flags_reach_the_server(workdir, monkeypatch) -> None:
     assert config.timeout_graceful_shutdown == 14
     assert [model.config.beam_size for model in app.service.models.values()] == [2]
     assert app.allowed_hosts == ["localhost", "127.0.0.1"]  # and any IP address
+    assert not config.access_log and not config.proxy_headers
+
+
+@pytest.mark.parametrize(
+    ("proxies", "client"),
+    [((), "127.0.0.1"), (("127.0.0.0/8",), "203.0.113.9"), (("10.0.0.1",), "127.0.0.1")],
+)
+def test_the_access_log_names_clients_of_trusted_proxies_only(
+    proxies, client, capsys, monkeypatch
+) -> None:
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    arguments = Arguments(access_log=True, trusted_proxies=proxies)
+    access = logging.getLogger("uvicorn.access")
+    for name in ("handlers", "level", "propagate"):  # uvicorn changes them
+        monkeypatch.setattr(access, name, getattr(access, name))
+    settings = program._access_log(arguments)
+    with answering(app, lifespan="off", **settings) as port:
+        program._log_requests()
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/health?q=x", headers={"X-Forwarded-For": "203.0.113.9"})
+        assert connection.getresponse().status == 204
+        connection.close()
+    line = capsys.readouterr().err
+    assert re.fullmatch(rf"\d{{4}}-.* {client}:\d+ - \"GET /health HTTP/1.1\" 204\n", line)
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,7 @@ def _serve(argv: list[str] | None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     _raise_open_files()
+    logging.getLogger("transformer_jax").setLevel(arguments.log_level.upper())
     for handler in logging.getLogger().handlers:
         handler.addFilter(LogLimit())
     with _listen(arguments) as listening:
@@ -70,13 +71,44 @@ def _serve(argv: list[str] | None) -> None:
         config = uvicorn.Config(
             app.asgi(),
             timeout_graceful_shutdown=round(arguments.timeout) + 5,
-            **UVICORN,
+            **UVICORN | _access_log(arguments),
         )
+        if arguments.access_log:
+            _log_requests()
         # With the default of 5 ms, search threads would wait too long for the server thread.
         sys.setswitchinterval(0.0005)
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         logger.info("Listening on http://%s:%d; compiling ...", host, arguments.port)
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _access_log(arguments: Arguments) -> dict[str, Any]:
+    """Return uvicorn's settings of the access log. Without trusted proxies, a client cannot choose
+    the address under which it is logged.
+    """
+    return {
+        "access_log": arguments.access_log,
+        "proxy_headers": bool(arguments.trusted_proxies),
+        "forwarded_allow_ips": list(arguments.trusted_proxies),
+    }
+
+
+def _log_requests() -> None:
+    """Write uvicorn's access log with the time, to stderr like all messages, and without query
+    parameters, which can have text.
+    """
+
+    def without_query(record: logging.LogRecord) -> bool:
+        client, method, path, *others = record.args or ()
+        record.args = (client, method, str(path).partition("?")[0], *others)
+        return True
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access = logging.getLogger("uvicorn.access")
+    handler.addFilter(without_query)
+    access.handlers = [handler]
+    access.setLevel(logging.INFO)
 
 
 def _raise_open_files() -> None:

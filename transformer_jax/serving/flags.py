@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from ipaddress import ip_network
 from itertools import permutations
 from typing import Annotated, Literal, NamedTuple
 
@@ -77,6 +78,13 @@ class Arguments:
     timeout: float = 60.0
     """Maximum number of seconds from the start of a request to its response; slower requests get
     status 503."""
+    access_log: bool = False
+    """Log each request: time, client, path and status, but no text."""
+    log_level: Literal["info", "warning"] = "info"
+    """Least severe messages to log. The access log is independent of it."""
+    trusted_proxies: tuple[str, ...] = ()
+    """IP addresses or networks, such as 10.0.0.0/8, of reverse proxies whose X-Forwarded-For header
+    gives the client in the access log."""
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = DecodingConfig()
 
 
@@ -97,6 +105,7 @@ def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[Served]]:
         if not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
     check_patterns(arguments.protect, "--protect")
+    _check_networks(arguments.trusted_proxies)
     if arguments.engine == "ctranslate2" and arguments.max_terms:
         raise UserError("--max-terms needs --engine jax; CTranslate2 has no search for terms.")
     pairs = _pairs(arguments)
@@ -109,6 +118,17 @@ def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[Served]]:
         search = parse_flags(Arguments, argv, defaults=defaults).search
         served.append(Served(str(folder), pairs_of_model, search))
     return arguments, served
+
+
+def _check_networks(proxies: Sequence[str]) -> None:
+    for proxy in proxies:
+        try:
+            ip_network(proxy)
+        except ValueError as error:
+            raise UserError(
+                f"--trusted-proxies has {short_repr(proxy)} ({error}); expected IP addresses or "
+                "networks, such as 127.0.0.1 or 10.0.0.0/8."
+            ) from None
 
 
 def _all_pairs(workdir: str) -> list[Pair]:
