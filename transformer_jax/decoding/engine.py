@@ -236,7 +236,10 @@ class EngineBatch(RunningBatch):
         them. Returns whether there are more.
         """
         engine = self._engine
-        count = self._row_counts[len(self._compiled_counts)]
+        remaining = self._row_counts[len(self._compiled_counts) :]
+        if not remaining:
+            return False
+        count = remaining[0]
         idle = engine.new_rows(self.bucket._replace(rows=self._row_counts[0]))
         rows = select_rows(idle, np.full(count, -1, np.int32))
         encoders = self._encoder_bucket(count)
@@ -249,7 +252,7 @@ class EngineBatch(RunningBatch):
             moved = select_rows(rows, np.zeros(other, np.int32))
             select_rows(moved, np.zeros(count, np.int32))
         self._compiled_counts.append(count)  # from now on, another thread can decode with it
-        return len(self._compiled_counts) < len(self._row_counts)
+        return len(remaining) > 1
 
     def resize(self, count: int) -> None:
         """Move the running sentences to the smallest compiled number of rows that holds ``count``

@@ -87,7 +87,8 @@ class RunningBatch(ABC):
     @abstractmethod
     def compile_next(self) -> bool:
         """Compile what ``decode`` needs for the smallest number of rows that is not compiled yet.
-        A thread of its own may call this. Returns whether there are more.
+        A thread of its own may call this. Returns whether there are more; does nothing if all are
+        compiled.
         """
 
     @abstractmethod
