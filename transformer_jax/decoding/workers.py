@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from transformer_jax.decoding.length_buckets import Bucket
 from transformer_jax.decoding.scheduler import Scheduler, SearchFailed
 from transformer_jax.decoding.search import Hypothesis, Sentence
+from transformer_jax.devices.machine import return_free_memory
 from transformer_jax.errors import UserError, one_line
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Workers:
             return
         scheduler = self.schedulers[0]
         scheduler.compile_next(scheduler.batches[0])
+        return_free_memory()
         for scheduler in self.schedulers:
             thread = threading.Thread(target=self._run, args=[scheduler], daemon=True)
             self._threads.append(thread)
@@ -130,6 +132,7 @@ class Workers:
                         return
                     if not scheduler.compile_next(batch):
                         incomplete.remove((scheduler, batch))
+                    return_free_memory()
             logger.info("Compiled all searches in %.0f s.", time.perf_counter() - start)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import resource
@@ -93,6 +94,12 @@ def find_devices() -> list[jax.Device]:
             "install 'jax[cuda13]' or 'jax[tpu]'). Start at most one process for each device. To "
             "run on the CPU, set JAX_PLATFORMS=cpu or unset it."
         ) from None
+
+
+def return_free_memory() -> None:
+    """Return freed memory to the system, such as a compiler's, which malloc keeps (glibc only)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_memory_bytes() -> dict[str, int]:
