@@ -15,6 +15,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from runs import ONE, changed
 
 from transformer_jax.devices.sharding import make_mesh
@@ -329,7 +330,7 @@ def test_an_error_while_restoring_does_not_mean_corruption(
     def out_of_memory(*_: object) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr(checkpoint_module.ocp, "load_checkpointables", out_of_memory)
+    monkeypatch.setattr(ocp, "load_checkpointables", out_of_memory)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         checkpoints.restore(Manifest(checkpoints.path(2)), run.abstract_state)
     assert checkpoints.steps() == [1, 2]
@@ -454,7 +455,7 @@ def test_files_that_orbax_writes_after_a_failure_are_deleted(
         return SimpleNamespace(result=result)
 
     _save(checkpoints, run, 1)
-    monkeypatch.setattr(checkpoint_module.ocp, "save_checkpointables_async", save)
+    monkeypatch.setattr(ocp, "save_checkpointables_async", save)
     _save(checkpoints, run, 2)
     late[0].join()
     assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]

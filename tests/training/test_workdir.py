@@ -9,6 +9,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from orbax.checkpoint import v1 as ocp
 from runs import ONE, no_evaluation, tiny
 
 from transformer_jax.errors import UserError
@@ -147,7 +148,7 @@ def test_a_save_in_flight_does_nothing_more_once_another_run_has_started(
             taken.append(complete_steps(other.store / "checkpoints"))
 
     write = checkpoints.write_manifest
-    save = checkpoints.ocp.save_checkpointables_async
+    save = ocp.save_checkpointables_async
 
     def manifest(path: Any, *given: Any) -> None:
         write(path, *given)
@@ -169,7 +170,7 @@ def test_a_save_in_flight_does_nothing_more_once_another_run_has_started(
 
     mirrored = remote_workdir.mirror_checkpoints
     monkeypatch.setattr(checkpoints, "write_manifest", manifest)
-    monkeypatch.setattr(checkpoints.ocp, "save_checkpointables_async", saving)
+    monkeypatch.setattr(ocp, "save_checkpointables_async", saving)
     monkeypatch.setattr(remote_workdir, "mirror_checkpoints", mirror)
     config = no_evaluation(tiny(steps=8, checkpoint_every=2, keep_checkpoints=2, average=1))
     if moment == "copy" and not remote:

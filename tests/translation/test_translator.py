@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -312,3 +314,15 @@ def test_models_that_do_not_match(tokenizer):
         Translator(model, tokenizer, CONFIG)
     with pytest.raises(UserError, match="workdir is empty; expected one or more"):
         Translator.from_workdir([])
+
+
+def test_translating_imports_only_what_it_needs() -> None:
+    """Orbax and sacreBLEU, for example, are slow to import."""
+    unwanted = "orbax", "tensorstore", "sacrebleu", "transformers", "fsspec"
+    names = f"[name for name in {unwanted} if name in sys.modules]"
+    program = "import sys, transformer_jax; transformer_jax.Translator"
+    program += f"; import transformer_jax.translation.program; print({names})"
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert output == "[]\n"

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.devices.distributed import broadcast_from_first, is_first
 from transformer_jax.errors import UserError, one_line
@@ -93,6 +92,8 @@ class Checkpoints:
         older checkpoints are kept; if no checkpoint exists, the next save raises ``UserError``.
         After a save, older checkpoints are deleted (see ``averaging.retained_steps``).
         """
+        from orbax.checkpoint import v1 as ocp  # slow to import, and models do not need it
+
         self.wait()
         path = self.path(int(state.step))
         if not broadcast_from_first(lambda: retry(self.folder, lambda: self._prepare_folder(path))):
