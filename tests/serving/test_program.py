@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from servers import CONFIG, LINES, answering, free_port, running, write_served_run
 
 from transformer_jax.errors import UserError
@@ -144,8 +145,6 @@ def test_ports_in_use_and_missing_checkpoints_are_errors(workdir, tmp_path, caps
 
 def test_flags_reach_the_server(workdir, monkeypatch) -> None:
     """It ends at most 5 s after the last request has timed out."""
-    import uvicorn
-
     made: dict[str, Any] = {}
     original = App.asgi
     monkeypatch.setattr(App, "asgi", lambda self: made.update(app=self) or original(self))
@@ -180,6 +179,8 @@ def test_the_access_log_names_clients_of_trusted_proxies_only(
     access = logging.getLogger("uvicorn.access")
     for name in ("handlers", "level", "propagate"):  # uvicorn changes them
         monkeypatch.setattr(access, name, getattr(access, name))
+    # It closes all handlers, and absl's closes pytest's stderr.
+    monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda self: None)
     settings = program._access_log(arguments)
     with answering(app, lifespan="off", **settings) as port:
         program._log_requests()
