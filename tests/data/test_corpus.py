@@ -270,7 +270,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpora, "tokenized", full)
+    monkeypatch.setattr(corpora, "tokenize_chunks", full)
     with pytest.raises(OSError, match="No space left") as raised:
         build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert raised.value.filename == str(tmp_path)
@@ -290,7 +290,7 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 if __name__ == "__main__":
     folder, workers, chunks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     tokenize._CHUNK_PAIRS = 256
-    tokenized = corpora.tokenized
+    tokenized = corpora.tokenize_chunks
 
     def tokenized_or_killed(*arguments):
         for number, chunk in enumerate(tokenized(*arguments), 1):
@@ -298,7 +298,7 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
             yield chunk
 
-    corpora.tokenized = tokenized_or_killed
+    corpora.tokenize_chunks = tokenized_or_killed
     tokenizer = Tokenizer.load(os.path.dirname(folder))
     build_corpus(NUMBERS, tokenizer, DataConfig(workers=workers), folder)
     print("built")
@@ -557,15 +557,15 @@ def test_workers_need_no_jax():
 
 def test_no_worker_loads_jax(tmp_path, monkeypatch):
     """Even if the process that starts them uses it."""
-    tokenized, libraries = corpora.tokenized, []
+    tokenize_chunks, libraries = corpora.tokenize_chunks, []
 
     def looked_at(*arguments):
-        for chunk in tokenized(*arguments):
+        for chunk in tokenize_chunks(*arguments):
             for child in filter(is_worker, psutil.Process().children()):
                 libraries.extend(each.path for each in child.memory_maps())
             yield chunk
 
-    monkeypatch.setattr(corpora, "tokenized", looked_at)
+    monkeypatch.setattr(corpora, "tokenize_chunks", looked_at)
     build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path)
     assert any("sentencepiece" in path for path in libraries)
     assert not any("jaxlib" in path for path in libraries)

@@ -96,7 +96,7 @@ def test_all_pairs_of_any_part_are_drawn_equally_often_in_sixteen_epochs(data):
     )
     mix = mix_of(*sizes, weights=tuple(weights))
     start = data.draw(st.integers(0, 10**6))
-    drawn = [mix.drawn(np.arange(mix.num_pairs), start + epoch) for epoch in range(16)]
+    drawn = [mix.pairs_in_epoch(np.arange(mix.num_pairs), start + epoch) for epoch in range(16)]
     counts = np.bincount(np.concatenate(drawn), minlength=sum(sizes))
     assert all(np.ptp(part) <= 1 for part in np.split(counts, np.cumsum(sizes)[:-1]))
 

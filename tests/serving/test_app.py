@@ -21,7 +21,7 @@ from servers import CONFIG, LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.decoding.scheduler import SearchFailed, Task
 from transformer_jax.decoding.search import Sentence
-from transformer_jax.serving.answering import Answering, PlannedText
+from transformer_jax.serving.answering import PendingAnswer, PlannedText
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
@@ -201,7 +201,9 @@ def test_alternatives_are_other_texts_without_repeats(translator, count: int) ->
         hypotheses = [[Translation(text, 0, 0, 1) for text in its] for its in sentences]
         tasks = [asyncio.create_task(asyncio.sleep(0, its)) for its in hypotheses]
         query = Query(q="one\ntwo\nsix", target="de", alternatives=count)
-        content = await Answering(query, Pair("en", "de"), [PlannedText(plan, tasks)]).whole()
+        content = await PendingAnswer(
+            query, Pair("en", "de"), [PlannedText(plan, tasks)]
+        ).full_response()
         return json.loads(content)
 
     for sentences in product(found, repeat=3):
@@ -528,7 +530,7 @@ def test_a_client_that_reads_nothing_does_not_block_others(server: Server) -> No
 def test_an_unread_stream_leaves_the_queue(server: Server) -> None:
     async def accepted() -> int:
         query = Query(q="\n".join(LINES[:20]), target="de")
-        coming = (await server.service.begin(query)).by_sentence()
+        coming = (await server.service.begin(query)).stream_sentences()
         await anext(coming)
         for _ in range(2000):
             if not server.service.num_accepted:
@@ -544,7 +546,7 @@ def test_an_unread_stream_leaves_the_queue(server: Server) -> None:
 def test_the_rest_of_a_closed_stream_is_canceled(server: Server) -> None:
     async def canceled() -> list[bool]:
         answering = await server.service.begin(Query(q="\n".join(LINES[:20]), target="de"))
-        coming = answering.by_sentence()
+        coming = answering.stream_sentences()
         await anext(coming)
         await coming.aclose()
         tasks = answering.texts[0].tasks

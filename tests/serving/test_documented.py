@@ -91,10 +91,10 @@ def test_documented_limits_are_the_flags_defaults() -> None:
 # What the page says, and the figures in the code.
 FIGURES: dict[str, tuple[float, ...]] = {
     r"of up to (\d+) tokens, in requests of up to ([\d,]+)": (
-        service._LONGEST_ALIGNED,
-        service._MOST_ALIGNED,
+        service._MAX_ALIGNED_SENTENCE_TOKENS,
+        service._MAX_ALIGNED_REQUEST_TOKENS,
     ),
-    r"except for sentences of more than (\d+) tokens": (service._LONGEST_ALIGNED,),
+    r"except for sentences of more than (\d+) tokens": (service._MAX_ALIGNED_SENTENCE_TOKENS,),
     r"\| (\d+) × `--max-characters` \+ ([\d,]+) bytes": (
         query_reader._BYTES_PER_CHARACTER,
         query_reader._OTHER_BYTES,

@@ -212,7 +212,7 @@ def test_segments_count_in_the_queue(server: Server) -> None:
     async def accepted() -> tuple[int, int]:
         answering = await server.service.begin(Query(q=[text, "one"], target="de", split=False))
         during = server.service.num_accepted
-        await answering.whole()
+        await answering.full_response()
         await asyncio.sleep(0)
         return during, server.service.num_accepted
 
@@ -249,7 +249,10 @@ def test_texts_are_tokenized_outside_the_event_loop(
 
 @pytest.mark.parametrize(
     ("limit", "above"),
-    [("_MOST_ALIGNED", [False, False]), ("_LONGEST_ALIGNED", [True, False])],
+    [
+        ("_MAX_ALIGNED_REQUEST_TOKENS", [False, False]),
+        ("_MAX_ALIGNED_SENTENCE_TOKENS", [True, False]),
+    ],
     ids=["tokens of a request", "tokens of a sentence"],
 )
 def test_attention_is_limited(
@@ -261,7 +264,7 @@ def test_attention_is_limited(
         sum(len(segment.tokens) for segment in server.translator.plan(Request(line)).sentences)
         for line in lines
     ]
-    most = sum(counts) if limit == "_MOST_ALIGNED" else counts[1]
+    most = sum(counts) if limit == "_MAX_ALIGNED_REQUEST_TOKENS" else counts[1]
 
     def with_attention() -> list[bool]:
         reply = server.ask(q=lines, attention=True, split=False)

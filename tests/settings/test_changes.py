@@ -14,11 +14,11 @@ from transformer_jax.settings.changes import (
 )
 from transformer_jax.settings.config import Config, MeshConfig, OptimizerConfig, TokenizerConfig
 from transformer_jax.settings.config_files import flatten
-from transformer_jax.settings.roles import Fixed, Free, roles_in
+from transformer_jax.settings.roles import Fixed, Free, setting_roles
 
 
 def test_every_setting_has_a_role() -> None:
-    assert roles_in(Config).keys() == flatten(Config()).keys()
+    assert setting_roles(Config).keys() == flatten(Config()).keys()
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class MarkedSettings:
 
 def test_a_setting_without_a_role_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"section\.depth has no role"):
-        roles_in(Settings)
+        setting_roles(Settings)
 
 
 def test_the_mark_of_a_section_holds_for_all_its_settings() -> None:
-    roles = roles_in(MarkedSettings)
+    roles = setting_roles(MarkedSettings)
     assert [role.on_resume for role in roles.values()] == ["free", "free"]
 
 

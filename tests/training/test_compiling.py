@@ -170,7 +170,7 @@ def test_all_shapes_are_compiled_before_collectives_between_processes(
     @contextmanager
     def raise_on_any_process() -> Iterator[None]:
         yield
-        compiled.append(all(each.done() for each in ahead._steps.values()))
+        compiled.append(all(each.done() for each in ahead._compiled_steps.values()))
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(compiling, "raise_on_any_process", raise_on_any_process)
@@ -261,7 +261,7 @@ def slow(x):
 lower = lambda state, batch: jax.jit(slow).lower(jnp.ones((64, 64)))
 ahead = CompileAhead(fake_run((8, 2, 2), lower=lower))
 time.sleep(0.3)
-assert not ahead._steps[8, 2, 2].done()
+assert not ahead._compiled_steps[8, 2, 2].done()
 """
     done = subprocess.run(
         [sys.executable, "-c", program],

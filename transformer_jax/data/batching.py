@@ -30,7 +30,7 @@ from transformer_jax.settings.config import BatchConfig
 Array = Any  # np.ndarray in the batch plan, jax.Array in the data loader
 
 # Kinds of random permutations, as part of their seeds.
-_OF_BATCHES, _OF_ROWS, _OF_PACKING = range(3)
+_BATCH_ORDER_KEY, _ROW_ORDER_KEY, _PACKING_ORDER_KEY = range(3)
 
 
 class Batch(NamedTuple):
@@ -76,7 +76,9 @@ class BatchPlan:
         tokens_2 = lengths_2N.sum(1, dtype=np.int64)
         if self.packed:
             S, T = packed_shape(lengths_2N.max(1).tolist(), tokens_2.tolist(), config.row_length)
-            row_N = pack(lengths_2N[0], lengths_2N[1], S, T, permutation(N, seed, _OF_PACKING, 0))
+            row_N = pack(
+                lengths_2N[0], lengths_2N[1], S, T, permutation(N, seed, _PACKING_ORDER_KEY, 0)
+            )
             max_rows = batch_rows(S, T, *limits)
             batches, B = even_batches(int(row_N.max()) + 1, max_rows, config.row_multiple)
             num_rows = batches * B
@@ -94,9 +96,9 @@ class BatchPlan:
         self._buckets = [rows_kB for _, rows_kB in buckets]
         self.shapes = tuple((rows_kB.shape[1], S, T) for (S, T), rows_kB in buckets)
         """Batch shapes (B, S, T), smallest S + T first. Each is compiled once."""
-        batches_b = [len(rows_kB) for rows_kB in self._buckets]
-        self.steps_per_epoch = sum(batches_b)
-        positions_2 = batches_b @ np.array([(B * S, B * T) for B, S, T in self.shapes])
+        num_batches_b = [len(rows_kB) for rows_kB in self._buckets]
+        self.steps_per_epoch = sum(num_batches_b)
+        positions_2 = num_batches_b @ np.array([(B * S, B * T) for B, S, T in self.shapes])
         source, target = (tokens_2 / positions_2).tolist()
         self.fill: tuple[float, float] = (source, target)
         """Fractions of source and target positions that hold real tokens, over all batches."""
@@ -105,8 +107,8 @@ class BatchPlan:
 
     def shape(self, step: int) -> tuple[int, int, int]:
         """Return the shape (B, S, T) of a step's batch."""
-        epoch, at = divmod(int(step), self.steps_per_epoch)
-        return self._epoch(epoch)[at][0]
+        epoch, index_in_epoch = divmod(int(step), self.steps_per_epoch)
+        return self._epoch(epoch)[index_in_epoch][0]
 
     def first_uses(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return the shapes of steps ``start`` to ``stop`` - 1, in order of first use."""
@@ -115,14 +117,16 @@ class BatchPlan:
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Return the batch of a step (counted from 0), or only its ``rows``, as NumPy arrays."""
-        epoch, at = divmod(int(step), self.steps_per_epoch)
-        (_, S, T), row_B = self._epoch(epoch)[at]
+        epoch, index_in_epoch = divmod(int(step), self.steps_per_epoch)
+        (_, S, T), row_B = self._epoch(epoch)[index_in_epoch]
         pairs, starts = self._rows
         row = row_B[rows]
         pairs_per_row = starts[row + 1] - starts[row]
-        chosen = self._corpus.drawn(pairs[ranges(starts[row], pairs_per_row)], epoch)
-        sources = self._corpus.read(0, chosen)
-        targets = self._corpus.read(1, chosen)
+        pairs_of_batch = self._corpus.pairs_in_epoch(
+            pairs[ranges(starts[row], pairs_per_row)], epoch
+        )
+        sources = self._corpus.read(0, pairs_of_batch)
+        targets = self._corpus.read(1, pairs_of_batch)
         source_BS, source_segments_BS, source_starts = _fill_rows(
             sources, pairs_per_row, S, self._pad_id
         )
@@ -131,7 +135,7 @@ class BatchPlan:
         if self.packed:
             batch = Batch(source_BS, target_BT, source_segments_BS, target_segments_BT)
         if self.aligned:
-            links_in_pair, lengths = self._corpus.read(2, chosen)
+            links_in_pair, lengths = self._corpus.read(2, pairs_of_batch)
             links_in_row = links_in_pair + np.repeat(source_starts, lengths)
             links = np.where(links_in_pair, links_in_row, 0)
             links_BT, _, _ = _fill_rows((links, lengths), pairs_per_row, T, 0)
@@ -142,10 +146,10 @@ class BatchPlan:
         """Return the shape and rows of each batch in an epoch, in order."""
         batches = []
         for bucket, (shape, rows_kB) in enumerate(zip(self.shapes, self._buckets)):
-            order = permutation(rows_kB.size, self._seed, _OF_ROWS, epoch, bucket)
+            order = permutation(rows_kB.size, self._seed, _ROW_ORDER_KEY, epoch, bucket)
             shuffled_kB = rows_kB.reshape(-1)[order].reshape(rows_kB.shape)
             batches += [(shape, row_B) for row_B in shuffled_kB]
-        order = permutation(len(batches), self._seed, _OF_BATCHES, epoch)
+        order = permutation(len(batches), self._seed, _BATCH_ORDER_KEY, epoch)
         return [batches[i] for i in order]
 
 
@@ -159,13 +163,15 @@ def _fill_rows(
     tokens, lengths = sequences
     row = np.repeat(np.arange(len(pairs_per_row)), pairs_per_row)
     first_of_row = np.repeat(np.cumsum(pairs_per_row) - pairs_per_row, pairs_per_row)
-    before = np.cumsum(lengths) - lengths
-    starts = before - before[first_of_row]
-    to = ranges(row * L + starts, lengths)
+    offsets = np.cumsum(lengths) - lengths
+    starts = offsets - offsets[first_of_row]
+    destinations = ranges(row * L + starts, lengths)
     tokens_BL = np.full((len(pairs_per_row), L), padding, np.int32)
     segments_BL = np.zeros_like(tokens_BL)
-    tokens_BL.reshape(-1)[to] = tokens
-    segments_BL.reshape(-1)[to] = np.repeat(np.arange(len(lengths)) - first_of_row + 1, lengths)
+    tokens_BL.reshape(-1)[destinations] = tokens
+    segments_BL.reshape(-1)[destinations] = np.repeat(
+        np.arange(len(lengths)) - first_of_row + 1, lengths
+    )
     return tokens_BL, segments_BL, starts
 
 

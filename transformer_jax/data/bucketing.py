@@ -37,23 +37,23 @@ def choose_widths(lengths_2N: np.ndarray, count: int, tokens: int) -> list[tuple
     widths = np.stack(
         [np.searchsorted(sums, quantiles, "right") for sums in (source_sums, target_sums)], axis=1
     )
-    best = cost(widths)
+    lowest_cost = cost(widths)
     for stride in (8, 4, 2, 1):
-        before = np.inf
-        while best < before:
-            before = best
+        previous_cost = np.inf
+        while lowest_cost < previous_cost:
+            previous_cost = lowest_cost
             for b, move in product(range(count), product((1, 0, -1), repeat=2)):
                 if any(move):
-                    changed = widths.copy()
-                    changed[b] += stride * np.array(move)
+                    candidate = widths.copy()
+                    candidate[b] += stride * np.array(move)
                 else:  # drop bucket b; the first bucket is then empty
-                    changed = np.insert(np.delete(widths, b, axis=0), 0, 0, axis=0)
-                changed[-1] = longest
-                changed = np.sort(changed.clip(0, longest), axis=0)
-                changed_cost = cost(changed)
-                if changed_cost < best:
-                    widths = changed
-                    best = changed_cost
+                    candidate = np.insert(np.delete(widths, b, axis=0), 0, 0, axis=0)
+                candidate[-1] = longest
+                candidate = np.sort(candidate.clip(0, longest), axis=0)
+                candidate_cost = cost(candidate)
+                if candidate_cost < lowest_cost:
+                    widths = candidate
+                    lowest_cost = candidate_cost
     return [(S, T) for S, T in widths.tolist()]
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from transformer_jax.data.sources import ParallelText
-from transformer_jax.data.tokenize import TokenizeJob, concatenate, tokenized
+from transformer_jax.data.tokenize import TokenizeJob, concatenate, tokenize_chunks
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import DataConfig, PairsConfig
 from transformer_jax.storage.files import MANIFEST, checksums, remove_folder
@@ -29,7 +29,7 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-TEMPORARY = "tmp-"
+TEMPORARY_PREFIX = "tmp-"
 _SIDES = ("source", "target", "links")
 
 
@@ -78,7 +78,7 @@ class Corpus:
         lengths = offsets[pairs + 1] - starts
         return tokens[ranges(starts, lengths)], lengths
 
-    def drawn(self, pairs: np.ndarray, epoch: int) -> np.ndarray:
+    def pairs_in_epoch(self, pairs: np.ndarray, epoch: int) -> np.ndarray:
         """Return ``pairs``. Those of a ``Mix`` depend on the epoch."""
         return pairs
 
@@ -156,7 +156,7 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
 
 def _build(text: ParallelText, job: TokenizeJob, directory: Path, run_id: str) -> Corpus:
     """Write the corpus under a temporary name and rename it when complete."""
-    prefix = f"{TEMPORARY}{run_id}-"
+    prefix = f"{TEMPORARY_PREFIX}{run_id}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as temporary:
         folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
         folder.mkdir()
@@ -192,7 +192,7 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
             num_read_of_part = 0
             num_pairs_of_part = 0
             # Closing it, even after an error, ends the worker processes.
-            for chunk in stack.enter_context(closing(tokenized(part.aligned_pairs(), job))):
+            for chunk in stack.enter_context(closing(tokenize_chunks(part.aligned_pairs(), job))):
                 num_read_of_part += chunk.num_read
                 for side, (tokens, lengths) in zip(sides, chunk.sides):
                     files[f"{side}_tokens"].write(tokens.data)

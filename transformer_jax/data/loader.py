@@ -17,7 +17,7 @@ from transformer_jax.data.batching import Batch, BatchPlan
 
 # One thread builds a thousand batches per second. More threads would compete with the training
 # loop for the GIL.
-_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+_READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
 def load_batches(
@@ -38,7 +38,7 @@ def load_batches(
     if not steps:
         return
     build = functools.partial(_on_devices, plan, sharding)
-    batches: Any = iter(grain.MapDataset.source(steps).map(build).to_iter_dataset(_OPTIONS))
+    batches: Any = iter(grain.MapDataset.source(steps).map(build).to_iter_dataset(_READ_OPTIONS))
     with closing(batches):
         yield from batches
 
@@ -57,15 +57,17 @@ def abstract_batch(
     return Batch(source, target, *segments)._replace(links_BT=target if aligned else None)
 
 
-def to_global_arrays(arrays: Any, like: Any) -> Any:
+def to_global_arrays(arrays: Any, abstract: Any) -> Any:
     """Build global jax arrays from a tree of NumPy arrays that is the same in every process.
 
-    ``like`` is a tree of abstract arrays with the shardings.
+    ``abstract`` is a tree of abstract arrays with the shardings.
     """
     return jax.tree.map(
-        lambda x, to: jax.make_array_from_callback(x.shape, to.sharding, lambda index: x[index]),
+        lambda x, abstract_array: jax.make_array_from_callback(
+            x.shape, abstract_array.sharding, lambda index: x[index]
+        ),
         arrays,
-        like,
+        abstract,
     )
 
 

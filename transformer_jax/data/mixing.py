@@ -46,10 +46,10 @@ class Mix:
     def lengths(self) -> np.ndarray:
         """Return the source and target lengths of slots, as int32 [2, N]."""
         # Epoch 0 has the first pair of every slot, and epoch 3 the second one.
-        pairs_2N = [self.drawn(np.arange(self.num_pairs), epoch) for epoch in (0, 3)]
+        pairs_2N = [self.pairs_in_epoch(np.arange(self.num_pairs), epoch) for epoch in (0, 3)]
         return self._corpus.lengths()[:, pairs_2N].max(1)
 
-    def drawn(self, slots: np.ndarray, epoch: int) -> np.ndarray:
+    def pairs_in_epoch(self, slots: np.ndarray, epoch: int) -> np.ndarray:
         """Return the pairs in ``slots``: a systematic sample of each part, sorted by length.
 
         Pairs are at even distances. The first distance is a multiple of 1/16, another one in each

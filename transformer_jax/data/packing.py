@@ -18,7 +18,7 @@ _FILL_PERCENT = 99
 # Pairs are matched to rows within groups of this many rows with similar free space (an eighth of
 # all rows in large corpora), so that source and target fill up together. Smaller groups would leave
 # one side short. Larger groups would make row totals uneven.
-_GROUP = 4096
+_GROUP_SIZE = 4096
 # Dealing stops after a round in which fewer than one in this many pairs fit.
 _STOP_BELOW_ONE_IN = 32
 
@@ -37,19 +37,19 @@ def pack(
     s = source_lengths.astype(np.int64) * T
     t = target_lengths.astype(np.int64) * S
     assert (s <= capacity).all() and (t <= capacity).all(), "a pair longer than a row"
-    left = order[np.argsort(-(s + t)[order], kind="stable")]
+    remaining = order[np.argsort(-(s + t)[order], kind="stable")]
     row_N = np.full(len(order), -1, np.int32)
-    opened = 0
-    while len(left):
-        filled = max(s[left].sum(), t[left].sum()) * 100 // (capacity * _FILL_PERCENT)
-        free_s, free_t = np.full((2, min(int(filled) + 1, len(left))), capacity)
-        left = _deal(left, s, t, free_s, free_t, row_N, opened)
-        opened += len(free_s)
+    num_rows = 0
+    while len(remaining):
+        filled = max(s[remaining].sum(), t[remaining].sum()) * 100 // (capacity * _FILL_PERCENT)
+        free_s, free_t = np.full((2, min(int(filled) + 1, len(remaining))), capacity)
+        remaining = _fill_new_rows(remaining, s, t, free_s, free_t, row_N, num_rows)
+        num_rows += len(free_s)
     return row_N
 
 
-def _deal(
-    left: np.ndarray,
+def _fill_new_rows(
+    remaining: np.ndarray,
     s: np.ndarray,
     t: np.ndarray,
     free_s: np.ndarray,
@@ -57,27 +57,29 @@ def _deal(
     row_N: np.ndarray,
     first: int,
 ) -> np.ndarray:
-    """Deal the remaining pairs ``left`` (longest first) to new rows, numbered from ``first``.
+    """Deal the remaining pairs ``remaining`` (longest first) to new rows, numbered from ``first``.
 
     Returns the pairs that did not fit.
     """
-    group_size = max(_GROUP, len(free_s) // 8)
+    group_size = max(_GROUP_SIZE, len(free_s) // 8)
     open_rows = np.arange(len(free_s))
-    while len(left) and len(open_rows):
-        dealt, waiting = np.split(left, [len(open_rows)])
-        group = np.arange(len(dealt)) // group_size
-        pair = dealt[np.lexsort((s[dealt] - t[dealt], group))]
-        row = open_rows[np.argsort(-(free_s + free_t)[open_rows], kind="stable")[: len(dealt)]]
+    while len(remaining) and len(open_rows):
+        candidates, later = np.split(remaining, [len(open_rows)])
+        group = np.arange(len(candidates)) // group_size
+        pair = candidates[np.lexsort((s[candidates] - t[candidates], group))]
+        row = open_rows[np.argsort(-(free_s + free_t)[open_rows], kind="stable")[: len(candidates)]]
         row = row[np.lexsort((free_s[row] - free_t[row], group))]
-        fits = (s[pair] <= free_s[row]) & (t[pair] <= free_t[row])
-        row = row[fits]
-        pair = pair[fits]
+        is_fitting = (s[pair] <= free_s[row]) & (t[pair] <= free_t[row])
+        row = row[is_fitting]
+        pair = pair[is_fitting]
         row_N[pair] = first + row
         free_s[row] -= s[pair]
         free_t[row] -= t[pair]
-        left = np.concatenate((dealt[row_N[dealt] < 0], waiting))
-        if len(pair) * _STOP_BELOW_ONE_IN < len(dealt):
+        remaining = np.concatenate((candidates[row_N[candidates] < 0], later))
+        if len(pair) * _STOP_BELOW_ONE_IN < len(candidates):
             break
-        if len(left):
-            open_rows = np.flatnonzero((free_s >= s[left].min()) & (free_t >= t[left].min()))
-    return left
+        if len(remaining):
+            open_rows = np.flatnonzero(
+                (free_s >= s[remaining].min()) & (free_t >= t[remaining].min())
+            )
+    return remaining

@@ -35,13 +35,13 @@ _FORMAT = 5  # part of the fingerprint; increase it if the arrays for the same i
 _CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed
 
 Pairs = list[tuple[Any, ...]]  # source, target and, if the text is aligned, links of words
-Flat = tuple[np.ndarray, np.ndarray]
+FlatSequences = tuple[np.ndarray, np.ndarray]
 
 
 class TokenizedChunk(NamedTuple):
     """Tokenized pairs of a chunk that pass the filters."""
 
-    sides: list[Flat]  # source, target and, if the text is aligned, links
+    sides: list[FlatSequences]  # source, target and, if the text is aligned, links
     num_read: int
 
 
@@ -109,7 +109,7 @@ class TokenizeJob:
         return TokenizedChunk(filtered, len(pairs))
 
 
-def concatenate(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int) -> Flat:
+def concatenate(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int) -> FlatSequences:
     """Append EOS to each sequence that lacks it and concatenate them. Returns the tokens and int32
     lengths.
     """
@@ -125,7 +125,7 @@ def _chunks(pairs: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, Pairs]]:
     return enumerate(iter(lambda: list(islice(pairs, _CHUNK_PAIRS)), []))
 
 
-def tokenized(
+def tokenize_chunks(
     pairs: Iterable[tuple[Any, ...]], job: TokenizeJob
 ) -> Generator[TokenizedChunk, None, None]:
     """Tokenize pairs and yield the chunks in order. Uses workers if there are several."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.data.corpus import TEMPORARY, Corpus, open_corpus
+from transformer_jax.data.corpus import TEMPORARY_PREFIX, Corpus, open_corpus
 from transformer_jax.devices.distributed import broadcast_from_first
 from transformer_jax.devices.sharding import parameters_by_name
 from transformer_jax.errors import UserError, one_line
@@ -302,7 +302,7 @@ def _delete_unfinished_corpora(workdir: Workdir, claim_id: str) -> None:
     Work directories can share a ``corpus`` folder, so those of other runs are kept.
     """
     if claim_id:
-        for path in workdir.path("corpus").glob(f"{TEMPORARY}{claim_id}*"):
+        for path in workdir.path("corpus").glob(f"{TEMPORARY_PREFIX}{claim_id}*"):
             remove_folder(path)
 
 

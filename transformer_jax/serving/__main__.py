@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_jax import UserError, run_program
 from transformer_jax.errors import needs_extra
-from transformer_jax.serving.flags import Arguments, Served, checked_flags
+from transformer_jax.serving.flags import Arguments, ServedModel, checked_flags
 
 if TYPE_CHECKING:
     from transformer_jax.serving.service import Service
@@ -117,7 +117,7 @@ def _raise_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
+def _load(arguments: Arguments, served: Sequence[ServedModel]) -> Service:
     import jax
 
     from transformer_jax import AsyncTranslator

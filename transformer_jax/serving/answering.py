@@ -23,7 +23,7 @@ from transformer_jax.translation.sentences import Joiner
 
 Task = asyncio.Task[list[Translation]]
 
-_EVENT = TypeAdapter(SentenceEvent)
+_EVENT_ADAPTER = TypeAdapter(SentenceEvent)
 
 
 class PlannedText:
@@ -44,19 +44,19 @@ class PlannedText:
 
 
 @dataclass(frozen=True)
-class Answering:
+class PendingAnswer:
     """A query in progress."""
 
     query: Query
     pair: Pair
     texts: Sequence[PlannedText]
 
-    async def whole(self) -> bytes:
+    async def full_response(self) -> bytes:
         """Wait for the complete response. Returns it as JSON."""
         await asyncio.gather(*(task for text in self.texts for task in text.tasks))
         return await asyncio.to_thread(self._response)
 
-    async def by_sentence(self) -> AsyncGenerator[tuple[str, bytes]]:
+    async def stream_sentences(self) -> AsyncGenerator[tuple[str, bytes]]:
         """Yield the sentences of a single text in order, then the complete response: a kind,
         ``sentence`` or ``done``, with JSON.
         """
@@ -76,14 +76,14 @@ class Answering:
         part = text.plan.parts[index]
         translations = text.tasks[index].result()
         separator = joiner.add(part.before, part.source, translations[0].text)
-        event = SentenceEvent.of_ranked(
+        event = SentenceEvent.from_translations(
             translations,
             self.query.alternatives > 0,
             source=part.source,
             index=index,
             before="" if text.plan.document is not None else separator,
         )
-        return _EVENT.dump_json(event, exclude_none=True)
+        return _EVENT_ADAPTER.dump_json(event, exclude_none=True)
 
     def _response(self) -> bytes:
         return self._answer().model_dump_json(exclude_none=True).encode()
@@ -122,7 +122,7 @@ class Answering:
 
     def _sentences(self, text: PlannedText) -> list[SentenceResponse]:
         return [
-            SentenceResponse.of_ranked(
+            SentenceResponse.from_translations(
                 translations, self.query.alternatives > 0, source=part.source
             )
             for part, translations in zip(text.plan.parts, text.translations)

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from transformer_jax import SearchFailed, UserError
-from transformer_jax.serving.answering import Answering
+from transformer_jax.serving.answering import PendingAnswer
 from transformer_jax.serving.hosts import HostCheck
 from transformer_jax.serving.query_reader import read_query
 from transformer_jax.serving.refused import Refused
@@ -99,7 +99,7 @@ class App:
         async with asyncio.timeout(self.timeout):
             query = await read_query(request, self.service.max_characters)
             answering = await self.service.begin(query)
-            content = await _unless_gone(request, answering.whole())
+            content = await _unless_disconnected(request, answering.full_response())
         if content is None:
             return Response(status_code=499)  # the client disconnected
         return Response(content, media_type="application/json")
@@ -132,10 +132,10 @@ class App:
         response.status_code = 200 if status == "ok" else 503
         return Status(status=status)
 
-    async def _events(self, answering: Answering, end: float) -> AsyncIterator[bytes]:
+    async def _events(self, answering: PendingAnswer, end: float) -> AsyncIterator[bytes]:
         kind = "sentence"
         try:
-            async with aclosing(answering.by_sentence()) as events:
+            async with aclosing(answering.stream_sentences()) as events:
                 while kind == "sentence":
                     async with asyncio.timeout_at(end):
                         kind, content = await anext(events)
@@ -176,7 +176,7 @@ async def _with_known_method(app: Any, scope: Scope, receive: Receive, send: Sen
     await app(scope, receive, send)
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
     """Return the result of ``work``; cancel it and return None if the client disconnects first."""
 
     async def gone() -> None:

@@ -31,12 +31,12 @@ class Pair(NamedTuple):
         return f"{self.source}-{self.target}"
 
 
-def folded(language: str) -> str:
+def normalize_code(language: str) -> str:
     """Return the form in which language codes are compared, such as pt-br for pt-BR and pt_BR."""
     return language.lower().replace("_", "-")
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """A model to serve."""
 
     workdir: str
@@ -88,7 +88,7 @@ class Arguments:
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = DecodingConfig()
 
 
-def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[Served]]:
+def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[ServedModel]]:
     """Parse and check the flags. Returns the flags and the models to serve.
 
     Raises:
@@ -116,7 +116,7 @@ def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[Served]]:
         folder = local_workdir(workdir)
         defaults = {"search": load_config_file(folder).decoding}
         search = parse_flags(Arguments, argv, defaults=defaults).search
-        served.append(Served(str(folder), pairs_of_model, search))
+        served.append(ServedModel(str(folder), pairs_of_model, search))
     return arguments, served
 
 
@@ -161,7 +161,7 @@ def _pairs(a: Arguments) -> list[list[Pair]]:
             )
         pairs.append([Pair(*codes.groups())] if codes else _all_pairs(workdir))
         for pair in pairs[number]:
-            first = number_of.setdefault(tuple(map(folded, pair)), number)
+            first = number_of.setdefault(tuple(map(normalize_code, pair)), number)
             if first != number:
                 raise UserError(
                     f"{a.workdir[first]!r} and {workdir!r} both translate {pair}; expected one "

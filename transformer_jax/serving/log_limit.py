@@ -22,7 +22,7 @@ class LogLimit(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         super().__init__()
         self._clock = clock
-        self._begun = dict[str, float]()
+        self._window_starts = dict[str, float]()
         self._counts = dict[str, int]()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -31,14 +31,14 @@ class LogLimit(logging.Filter):
             return True
         kind = str(record.msg)[:200]
         now = self._clock()
-        if now - self._begun.get(kind, -self.seconds) >= self.seconds:
+        if now - self._window_starts.get(kind, -self.seconds) >= self.seconds:
             if len(self._counts) > _MAX_KINDS:
-                self._begun.clear()
+                self._window_starts.clear()
                 self._counts.clear()
-            left_out = self._counts.get(kind, 0) - self.burst
-            self._begun[kind] = now
+            num_suppressed = self._counts.get(kind, 0) - self.burst
+            self._window_starts[kind] = now
             self._counts[kind] = 0
-            if left_out > 0:
-                record.msg = f"{record.msg} ({left_out} more like it were not logged.)"
+            if num_suppressed > 0:
+                record.msg = f"{record.msg} ({num_suppressed} more like it were not logged.)"
         self._counts[kind] += 1
         return self._counts[kind] <= self.burst

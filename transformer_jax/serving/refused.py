@@ -26,7 +26,7 @@ class Refused(HTTPException):
         self.content = error.model_dump_json(exclude_none=True).encode()
 
 
-def refuse_above(limit: int, count: int, items: str) -> None:
+def check_limit(limit: int, count: int, items: str) -> None:
     """Raise ``Refused`` if a request has more than ``limit`` of these items."""
     if count > limit:
         raise Refused(

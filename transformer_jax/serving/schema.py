@@ -106,7 +106,9 @@ class SentenceResponse(OutputFields):
     source: str
 
     @classmethod
-    def of_ranked(cls, translations: Sequence[Translation], ranked: bool, **more: Any) -> Self:
+    def from_translations(
+        cls, translations: Sequence[Translation], ranked: bool, **more: Any
+    ) -> Self:
         """Build a sentence from its translations, best first; ``ranked`` includes all of them."""
         hypotheses = [OutputFields(**_values(each)) for each in translations] if ranked else None
         return cls(**_values(translations[0]), hypotheses=hypotheses, **more)

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from transformer_jax import AsyncTranslator, Request, UserError
-from transformer_jax.serving.answering import Answering, PlannedText, Task
+from transformer_jax.serving.answering import PendingAnswer, PlannedText, Task
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.languages import LanguagePairs
 from transformer_jax.serving.metrics import Metrics
-from transformer_jax.serving.refused import Refused, refuse_above
+from transformer_jax.serving.refused import Refused, check_limit
 from transformer_jax.serving.schema import Query, State
 from transformer_jax.translation.markup import PLACEHOLDERS
 from transformer_jax.translation.plan import Part, Plan
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 FAILED = "The search has failed. Restart the server."
 _COMPILING = "The server is still compiling. Retry in a few seconds."
 # Source tokens of a sentence, whose attention weights grow quadratically, and of a request.
-_LONGEST_ALIGNED = 256
-_MOST_ALIGNED = 4096
+_MAX_ALIGNED_SENTENCE_TOKENS = 256
+_MAX_ALIGNED_REQUEST_TOKENS = 4096
 
 
 class Service:
@@ -79,7 +79,7 @@ class Service:
             return "failed"
         return self._status
 
-    async def begin(self, query: Query) -> Answering:
+    async def begin(self, query: Query) -> PendingAnswer:
         """Check a query, divide its texts into sentences and start translating them.
 
         Raises:
@@ -95,12 +95,12 @@ class Service:
                 f"alternatives is {query.alternatives}; expected at most {max_alternatives}, "
                 "one less than this server's beam size."
             )
-        refuse_above(self.max_characters, query.num_characters, "characters")
-        refuse_above(self.max_queue, len(query.texts), "texts")
+        check_limit(self.max_characters, query.num_characters, "characters")
+        check_limit(self.max_queue, len(query.texts), "texts")
         # In a thread: tokenizing takes a second if each character is a ligature of many letters.
         plans = await asyncio.to_thread(self._plan, query, pair)
         self._check_queue(sum(len(plan.sentences) for plan in plans))
-        return Answering(query, pair, self._translate(plans, query, pair))
+        return PendingAnswer(query, pair, self._translate(plans, query, pair))
 
     def _plan(self, query: Query, pair: Pair) -> list[Plan]:
         """Divide the texts of a query into sentences, and those into segments of tokens."""
@@ -127,7 +127,7 @@ class Service:
 
     def _check_queue(self, num_sentences: int) -> None:
         """Raise ``Refused`` if a request with so many sentences is too large or the queue full."""
-        refuse_above(self.max_queue, num_sentences, "sentences")
+        check_limit(self.max_queue, num_sentences, "sentences")
         if self.num_accepted + num_sentences > self.max_queue:
             raise Refused(
                 503,
@@ -141,12 +141,12 @@ class Service:
         model = self.models[pair]
         semaphore = model.new_semaphore()  # keeps one request from taking all rows
         num_tokens = sum(_num_tokens(part) for plan in plans for part in plan.parts)
-        attention = query.attention and num_tokens <= _MOST_ALIGNED
+        attention = query.attention and num_tokens <= _MAX_ALIGNED_REQUEST_TOKENS
         texts = list[PlannedText]()
         for plan in plans:
             tasks = list[Task]()
             for part in plan.parts:
-                aligned = attention and _num_tokens(part) <= _LONGEST_ALIGNED
+                aligned = attention and _num_tokens(part) <= _MAX_ALIGNED_SENTENCE_TOKENS
                 work = model.translate_part(part, semaphore, alignments=aligned)
                 task = asyncio.create_task(work)
                 task.add_done_callback(partial(self._release, pair, len(part.sentences)))

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from transformer_jax.errors import short_repr
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import flatten
-from transformer_jax.settings.roles import roles_in
+from transformer_jax.settings.roles import setting_roles
 
-ROLES = roles_in(Config)
+ROLES = setting_roles(Config)
 
 
 class Difference(NamedTuple):

@@ -38,7 +38,9 @@ FixedOnResume = Annotated[T, Role("fixed", changes_in_fine_tuning=True)]
 """A resumed run must have the same value. A run that starts from another's model may not."""
 
 
-def roles_in(section: Any, prefix: str = "", section_role: Role | None = None) -> dict[str, Role]:
+def setting_roles(
+    section: Any, prefix: str = "", section_role: Role | None = None
+) -> dict[str, Role]:
     """Return the roles of all settings in a settings dataclass, ``{"model.d_model": ...}``.
 
     Raises ``TypeError`` for a setting without a role.
@@ -49,7 +51,7 @@ def roles_in(section: Any, prefix: str = "", section_role: Role | None = None) -
         name = prefix + field.name
         role = section_role or _mark_of(types[field.name])
         if dataclasses.is_dataclass(field.default):
-            roles |= roles_in(type(field.default), f"{name}.", role)
+            roles |= setting_roles(type(field.default), f"{name}.", role)
         elif role is None:
             raise TypeError(f"{name} has no role; mark its type, as in Fixed[...].")
         else:

@@ -17,12 +17,12 @@ from transformer_jax.devices.distributed import raise_on_any_process
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.devices.sharding import batch_sharding
 from transformer_jax.errors import UserError
-from transformer_jax.training.prepare import Prepared
+from transformer_jax.training.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 
 
-LESS_MEMORY = (
+MEMORY_REMEDIES = (
     "Set optimizer.accumulate_steps (gradient accumulation) or model.remat (activation "
     "checkpointing), lower batch.tokens, or shard the parameters over devices (mesh.fsdp). An "
     "existing run accepts the first three with --allow-changes."
@@ -33,7 +33,7 @@ LESS_MEMORY = (
 class CompileAhead:
     """Compilation of a run's training step for each batch shape (B, S, T). Starts immediately."""
 
-    def __init__(self, run: Prepared):
+    def __init__(self, run: PreparedRun):
         mesh = run.mesh
         device = mesh.local_devices[0]
         self._functions = run.functions
@@ -43,16 +43,16 @@ class CompileAhead:
         self._on_gpu = device.platform == "gpu"
         # Autotuning waits for an idle GPU, and a step's collectives wait for other GPUs and
         # processes. Running both at the same time could deadlock.
-        self._all_first = jax.process_count() > 1 or (self._on_gpu and mesh.size > 1)
+        self._compile_all_first = jax.process_count() > 1 or (self._on_gpu and mesh.size > 1)
         # Shapes are traced one at a time: because of the GIL, tracing them concurrently would delay
         # the first shape until the last one is ready.
-        self._tracing = threading.Lock()
+        self._trace_lock = threading.Lock()
         # XLA uses several cores per function in some phases. Processes exchange autotuning results,
         # so they all have to compile in the same order.
         threads = max(1, num_cores() // 2) if jax.process_count() == 1 else 1
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compiling")
         shapes = run.plan.first_uses(int(run.state.step), run.config.training.steps)
-        self._steps = {shape: self._pool.submit(self._compile, shape) for shape in shapes}
+        self._compiled_steps = {shape: self._pool.submit(self._compile, shape) for shape in shapes}
 
     def wait(self, shape: tuple[int, int, int], show: Callable[[str], None]) -> Any:
         """Wait for the compiled step for this shape and return it.
@@ -61,26 +61,26 @@ class CompileAhead:
         any compiled shape, or ``UserError`` if a shape does not fit into memory.
         """
         self.before_collectives(show)
-        done = [step for step in self._steps.values() if step.done()]
-        self._wait([*done, self._steps[shape]], show)
-        return self._steps[shape].result()
+        done = [step for step in self._compiled_steps.values() if step.done()]
+        self._wait([*done, self._compiled_steps[shape]], show)
+        return self._compiled_steps[shape].result()
 
     def before_collectives(self, show: Callable[[str], None]) -> None:
         """Wait for all shapes if several GPUs or processes are used; see ``wait``.
 
         They must not run collectives while they compile.
         """
-        if self._all_first:
-            self._all_first = False
+        if self._compile_all_first:
+            self._compile_all_first = False
             # On CPUs, a collective waits only 30 s for slower processes.
             with raise_on_any_process():
-                self._wait(list(self._steps.values()), show)
+                self._wait(list(self._compiled_steps.values()), show)
 
     def _wait(self, needed: list[Future[Any]], show: Callable[[str], None]) -> None:
         for future in needed:
             if not future.done():
-                done = sum(step.done() for step in self._steps.values())
-                show(f"compiling shape {done + 1} of {len(self._steps)}")
+                done = sum(step.done() for step in self._compiled_steps.values())
+                show(f"compiling shape {done + 1} of {len(self._compiled_steps)}")
             future.result()
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class CompileAhead:
         With several processes, waits for running ones, so all processes shut down together.
         Otherwise the program can exit while they run.
         """
-        ABANDONED.update(self._steps.values())
+        ABANDONED.update(self._compiled_steps.values())
         self._pool.shutdown(wait=jax.process_count() > 1, cancel_futures=True)
 
     def _compile(self, shape: tuple[int, int, int]) -> Any:
@@ -97,7 +97,7 @@ class CompileAhead:
         train_step = self._functions.train_step
         state = self._functions.abstract_state
         try:
-            with self._tracing:
+            with self._trace_lock:
                 plan = self._plan
                 batch = abstract_batch(shape, self._rows, packed=plan.packed, aligned=plan.aligned)
                 lowered = train_step.lower(state, batch)
@@ -115,7 +115,7 @@ class CompileAhead:
             raise UserError(
                 f"The {name} needs {needed / 1e9:.1f} GB of memory per device (compiled step and "
                 f"a copy of the state for saving); expected at most the {self._memory / 1e9:.1f} "
-                f"GB available to JAX. {LESS_MEMORY}"
+                f"GB available to JAX. {MEMORY_REMEDIES}"
             )
         return step
 

@@ -20,7 +20,7 @@ from transformer_jax.evaluation import METRICS, Evaluation, evaluate
 from transformer_jax.settings.config import BatchConfig
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.metrics import means
-from transformer_jax.training.prepare import Prepared
+from transformer_jax.training.prepare import PreparedRun
 from transformer_jax.training.step import Parameters
 from transformer_jax.translation.requests import Request
 from transformer_jax.translation.translator import Translator
@@ -34,7 +34,7 @@ class Evaluator:
     Every process must call the same methods in the same order, and gets the same results.
     """
 
-    def __init__(self, run: Prepared):
+    def __init__(self, run: PreparedRun):
         config = run.config
         self._run = run
         self._training = config.training

@@ -18,7 +18,7 @@ from transformer_jax.settings.config import Config
 from transformer_jax.training.compiling import CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.metrics import Meter, training_flops
-from transformer_jax.training.prepare import Prepared, prepare
+from transformer_jax.training.prepare import PreparedRun, prepare
 from transformer_jax.training.profiler import Profiler
 from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.signals import Signals
@@ -72,7 +72,7 @@ def train(
 class _Loop:
     """Takes the steps of a run. ``run.state`` is always the newest state."""
 
-    def __init__(self, run: Prepared, reporter: Reporter, watchdog: Watchdog):
+    def __init__(self, run: PreparedRun, reporter: Reporter, watchdog: Watchdog):
         self.step = int(run.state.step)  # number of completed steps
         self.evaluator = Evaluator(run)
         self._run = run
@@ -113,10 +113,10 @@ class _Loop:
             self._ensure_saved()
         return signals.received
 
-    def show(self, doing: str) -> None:
+    def show(self, activity: str) -> None:
         """Show the current activity, and reset the watchdog."""
-        self._watchdog.poll(doing)
-        self._reporter.show(status=doing)
+        self._watchdog.poll(activity)
+        self._reporter.show(status=activity)
 
     def _take_step(self, batch: Batch, compiled: CompileAhead, profiler: Profiler) -> None:
         run = self._run

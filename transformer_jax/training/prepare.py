@@ -64,14 +64,14 @@ logger = logging.getLogger(__name__)
 Pairs = list[tuple[str, str]]
 
 # With less, Orbax, JAX and SentencePiece fail with unclear errors, or abort.
-_LIMITS = (
+_RESOURCE_LIMITS = (
     (resource.RLIMIT_NOFILE, 1, 256, "open files", "ulimit -n 256"),
     (resource.RLIMIT_AS, 1024, 4_000_000, "address space (KiB)", "ulimit -v unlimited"),
 )
 
 
 @dataclass
-class Prepared:
+class PreparedRun:
     """Run that is ready for its next step."""
 
     workdir: Workdir
@@ -106,7 +106,7 @@ def prepare(
     *,
     devices: Sequence[jax.Device] | None = None,
     allow_changes: bool = False,
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedRun]:
     """Prepare a run, and lock its work directory, at ``path``, until the context exits.
 
     Takes the same arguments as ``train``. With several processes, all of them must call this
@@ -138,14 +138,16 @@ def prepare(
             return newest, workdir.claim_id
 
         newest, claim_id = broadcast_from_first(open_in_first_process)
-        start = None
+        start_model = None
         with raise_on_any_process():
             workdir.join(claim_id, newest)
             if newest is None and config.training.start_from:
-                start = _load_start_model(config)
-        fingerprints = broadcast_from_first(lambda: build_files(workdir, config, texts, start))
-        run = open_run(workdir, config, mesh, pairs, fingerprints, start)
-        start = None  # frees memory
+                start_model = _load_start_model(config)
+        fingerprints = broadcast_from_first(
+            lambda: build_files(workdir, config, texts, start_model)
+        )
+        run = open_run(workdir, config, mesh, pairs, fingerprints, start_model)
+        start_model = None  # frees memory
         # If other processes are gone, a save in progress would never end.
         stack.push(lambda _, error, __: None if lost_contact(error) else run.checkpoints.wait())
         yield run
@@ -154,11 +156,11 @@ def prepare(
 
 
 def _check_limits() -> None:
-    for limit, unit, least, name, command in _LIMITS:
+    for limit, unit, minimum, name, command in _RESOURCE_LIMITS:
         available, _ = resource.getrlimit(limit)
-        if available != resource.RLIM_INFINITY and available < least * unit:
+        if available != resource.RLIM_INFINITY and available < minimum * unit:
             raise UserError(
-                f"The limit on {name} is {available // unit}; expected at least {least} "
+                f"The limit on {name} is {available // unit}; expected at least {minimum} "
                 f"({command})."
             )
 
@@ -167,17 +169,17 @@ def build_files(
     workdir: Workdir,
     config: Config,
     texts: dict[str, ParallelText],
-    start: SavedModel | None,
+    start_model: SavedModel | None,
 ) -> dict[str, str]:
     """Build the tokenizer and the train and dev corpora, in process 0.
 
-    Returns the corpora's fingerprints. A new run's tokenizer comes from the model to ``start``
-    from, or is trained on the text.
+    Returns the corpora's fingerprints. A new run's tokenizer is that of ``start_model``,
+    or is trained on the text.
     """
     if workdir.resume_from is not None:
         tokenizer = workdir.read_tokenizer()
     else:
-        tokenizer = _new_tokenizer(config, texts["train"], start)
+        tokenizer = _new_tokenizer(config, texts["train"], start_model)
         workdir.write_tokenizer(tokenizer)
     tokenizer.target.suppressed_ids(config.decoding.suppress)  # fail early
     fingerprints = {}
@@ -198,10 +200,10 @@ def build_files(
     return fingerprints
 
 
-def _new_tokenizer(config: Config, text: ParallelText, start: SavedModel | None) -> Tokenizer:
+def _new_tokenizer(config: Config, text: ParallelText, start_model: SavedModel | None) -> Tokenizer:
     settings = config.tokenizer
-    if start:
-        tokenizer = start.tokenizer.with_symbols(settings.user_defined_symbols)
+    if start_model:
+        tokenizer = start_model.tokenizer.with_symbols(settings.user_defined_symbols)
     else:
         logger.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), settings)
@@ -215,8 +217,8 @@ def open_run(
     mesh: Mesh,
     pairs: dict[str, Pairs],
     fingerprints: dict[str, str],
-    start: SavedModel | None,
-) -> Prepared:
+    start_model: SavedModel | None,
+) -> PreparedRun:
     """Open the tokenizer and corpora, and create or restore the state, in all processes."""
     with raise_on_any_process():
         workdir.receive()
@@ -230,21 +232,23 @@ def open_run(
     check_agreement(
         {
             "tokenizer": workdir.tokenizer.fingerprint,
-            "training.start_from": start.manifest.content["checksum"] if start else None,
+            "training.start_from": start_model.manifest.content["checksum"]
+            if start_model
+            else None,
             "model.dtype": config.model.dtype,
         }
     )
     with raise_on_any_process():
         functions = make_step_functions(config, mesh)
-        selected = f"{config.training.select_by} on {fingerprints.get('dev', '')}"
-        progress = Progress(fingerprints["train"], selected=selected)
+        criterion = f"{config.training.select_by} on {fingerprints.get('dev', '')}"
+        progress = Progress(fingerprints["train"], selected=criterion)
         if workdir.resume_from is None:
-            state = _initial_state(functions, start)
+            state = _initial_state(functions, start_model)
         else:
             state, progress = _resume(workdir, workdir.resume_from, functions, progress)
         if is_first():  # last, so an error leaves the config unchanged
             workdir.write_config(config)
-    return Prepared(workdir, mesh, corpora, pairs, plan, functions, state, progress)
+    return PreparedRun(workdir, mesh, corpora, pairs, plan, functions, state, progress)
 
 
 def _with_model_of_run(config: Config, workdir: Workdir) -> Config:
@@ -316,14 +320,14 @@ def check_inputs(
 
 
 def _resume(
-    workdir: Workdir, checkpoint: Manifest, functions: StepFunctions, new: Progress
+    workdir: Workdir, checkpoint: Manifest, functions: StepFunctions, new_progress: Progress
 ) -> tuple[TrainState, Progress]:
     """Restore state and progress from a checkpoint.
 
-    ``new`` holds the corpus and the selection criterion of the resuming run.
+    ``new_progress`` holds the corpus and the selection criterion of the resuming run.
     """
     state, progress = workdir.checkpoints.restore(checkpoint, functions.abstract_state)
-    if progress.corpus != new.corpus:
+    if progress.corpus != new_progress.corpus:
         raise UserError(
             f"The training text differs from the text that {str(workdir)!r} was "
             f"trained on up to step {checkpoint.steps[0]}; expected the same files (data.train, "
@@ -331,16 +335,16 @@ def _resume(
             "training its model on this text, start a run in another --workdir with "
             "--training.start-from."
         )
-    progress.reset_best_if_criterion_changed(new.selected)
+    progress.reset_best_if_criterion_changed(new_progress.selected)
     return state, progress
 
 
-def _initial_state(functions: StepFunctions, start: SavedModel | None) -> TrainState:
+def _initial_state(functions: StepFunctions, start_model: SavedModel | None) -> TrainState:
     """Create the initial state from random parameters or another model's."""
-    if start is None:
+    if start_model is None:
         return functions.init()
     abstract: Parameters = functions.abstract_state.parameters
-    parameters = jax.tree.map(_grown, start.parameters, abstract)
+    parameters = jax.tree.map(_with_added_rows, start_model.parameters, abstract)
     return functions.init(to_global_arrays(parameters, abstract))
 
 
@@ -364,16 +368,16 @@ def _load_start_model(config: Config) -> SavedModel:
     """
     name = config.training.start_from
     logger.info("Starting from the parameters of %s.", name)
-    start = load_saved_model(name)
-    if differences := differences_in_fine_tuning(start.config, config):
+    start_model = load_saved_model(name)
+    if differences := differences_in_fine_tuning(start_model.config, config):
         raise UserError(
             f"training.start_from is {name!r}, but its model or tokenizer settings differ from "
             f"this run's. Use --config {name}. {fields_that_differ(differences)}"
         )
-    return start
+    return start_model
 
 
-def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
+def _with_added_rows(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
     """Append a row with the mean of all rows for each token added to the vocabulary."""
     missing = np.subtract(abstract.shape, values_VD.shape)
     return np.pad(values_VD, [(0, count) for count in missing], mode="mean")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from transformer_jax.errors import one_line
-from transformer_jax.training.prepare import Prepared
+from transformer_jax.training.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Profiler:
     at both ends, the host waits for the device. Errors are logged, and the run continues.
     """
 
-    def __init__(self, run: Prepared):
+    def __init__(self, run: PreparedRun):
         profile = run.config.training.profile
         step = int(run.state.step)
         start, self._stop = map(int, (profile or "0:0").split(":"))

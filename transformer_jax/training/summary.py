@@ -16,7 +16,7 @@ from transformer_jax.devices.machine import num_cores, peak_memory_bytes
 from transformer_jax.runs.averaging import describe_steps
 from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.evaluator import Evaluator
-from transformer_jax.training.prepare import Prepared
+from transformer_jax.training.prepare import PreparedRun
 from transformer_jax.training.reporting import Reporter
 
 _PACKAGES = [
@@ -32,7 +32,7 @@ _PACKAGES = [
 ]
 
 
-def announce(run: Prepared, reporter: Reporter) -> None:
+def announce(run: PreparedRun, reporter: Reporter) -> None:
     """Print and log the sizes of the data and the model, the devices and the versions."""
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.parameters))
     source_fill, target_fill = run.plan.fill
@@ -53,7 +53,7 @@ def announce(run: Prepared, reporter: Reporter) -> None:
 
 
 def write_summary(
-    run: Prepared,
+    run: PreparedRun,
     evaluator: Evaluator,
     reporter: Reporter,
     show: Callable[[str], None],

@@ -8,7 +8,7 @@ import jax
 
 from transformer_jax.devices.distributed import lost_contact
 from transformer_jax.errors import one_line
-from transformer_jax.training.compiling import LESS_MEMORY
+from transformer_jax.training.compiling import MEMORY_REMEDIES
 
 _STUCK_SECONDS = 1800.0  # evaluations can take minutes
 
@@ -27,15 +27,15 @@ class Watchdog:
     If ``poll`` is not called for half an hour, writes the tracebacks of all threads to stderr.
     """
 
-    doing = "before the first step"
+    activity = "before the first step"
 
     def __enter__(self) -> Watchdog:
         self.poll()
         return self
 
-    def poll(self, doing: str = "") -> None:
+    def poll(self, activity: str = "") -> None:
         """Reset the timer."""
-        self.doing = doing or self.doing
+        self.activity = activity or self.activity
         faulthandler.dump_traceback_later(_STUCK_SECONDS, repeat=True, file=2)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -44,7 +44,7 @@ class Watchdog:
             return
         if "RESOURCE_EXHAUSTED" in str(error):
             raise TrainingError(
-                f"Out of memory: {self.doing}. {LESS_MEMORY} ({one_line(error)})"
+                f"Out of memory: {self.activity}. {MEMORY_REMEDIES} ({one_line(error)})"
             ) from error
         if lost_contact(error):
             raise TrainingError(
