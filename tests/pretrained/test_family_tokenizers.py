@@ -295,3 +295,22 @@ def test_unsupported_folders_are_errors(tmp_path) -> None:
     (tmp_path / "special_tokens_map.json").unlink()
     with pytest.raises(UserError, match="expected two of: none, because the tokenizer's files"):
         Pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+@pytest.mark.parametrize("case", ["t5", "mbart"])
+def test_files_that_contradict_each_other(case, has_decoder, tmp_path) -> None:
+    """transformers ignores special_tokens_map.json in folders that newer versions wrote."""
+    original(case, tmp_path)
+    write_config(case, tmp_path, 400)
+    config = {"tokenizer_class": CASES[case][1], "mask_token": "fox", "pad_token": "<pad>"}
+    if has_decoder:
+        config["added_tokens_decoder"] = {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    special = {"mask_token": "dog", "sep_token": {"content": "cat", "lstrip": True}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    expected = getattr(transformers, CASES[case][1]).from_pretrained(tmp_path)
+    assert expected.mask_token == ("fox" if has_decoder else "dog")
+    settings = Pretrained(tmp_path)._tokenizer.settings
+    assert settings["mask_token"] == expected.mask_token
+    assert ("sep_token" in settings) == (expected.sep_token == "cat")

@@ -38,7 +38,8 @@ class PretrainedTokenizer:
 
     Attributes:
       kind: name of the class in transformers, without Fast.
-      settings: fields of special_tokens_map.json and tokenizer_config.json.
+      settings: fields of tokenizer_config.json and, if it has no ``added_tokens_decoder``, of
+        special_tokens_map.json, which come first.
       segmenters: one, or two for source and target (Marian).
       ids: ids of tokens; two if source and target have a vocabulary each (Marian).
     """
@@ -55,10 +56,10 @@ class PretrainedTokenizer:
             if (self.folder / "target_vocab.json").exists():
                 self.ids.append(_checked_ids(files, "target_vocab.json"))
             return
-        self.settings |= files["special_tokens_map.json"]
-        for name, value in files["tokenizer_config.json"].items():
-            if value is not None:
-                self.settings[name] = value
+        fields = dict(files["tokenizer_config.json"])
+        if "added_tokens_decoder" not in fields:  # otherwise transformers ignores the older file
+            fields |= files["special_tokens_map.json"]
+        self.settings = {name: value for name, value in fields.items() if value is not None}
         self.kind = self._class_name()
         file = self.folder / "tokenizer.json"
         if file.exists() or self.kind == "ByT5Tokenizer":
