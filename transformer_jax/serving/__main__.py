@@ -108,6 +108,7 @@ def _log_requests() -> None:
     access = logging.getLogger("uvicorn.access")
     handler.addFilter(without_query)
     access.handlers = [handler]
+    access.propagate = False
     access.setLevel(logging.INFO)
 
 
