@@ -13,6 +13,7 @@ from transformer_jax import Translator
 from transformer_jax.data.batching import Batch
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
+from transformer_jax.runs.manifest import Manifest
 from transformer_jax.runs.progress import Progress
 from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.config import Config, DecodingConfig, MeshConfig, TokenizerConfig
@@ -156,7 +157,7 @@ def test_a_row_trains_resumes_and_translates(
     state, metrics = functions.train_step(before, batch)
     checkpoints.save(state, Progress())
     checkpoints.wait()
-    restored = checkpoints.restore(1, functions.abstract_state)
+    restored = checkpoints.restore(Manifest(checkpoints.path(1)), functions.abstract_state)
     assert np.isfinite(metrics.sums.loss)
     state, metrics = functions.train_step(state, batch)
     resumed, again = functions.train_step(restored[0], batch)

@@ -23,6 +23,7 @@ class EchoBatch(RunningBatch):
         self.num_rows = BUCKET.rows
         self.before = before
         self.num_compiled = 0
+        self.compiles = threading.Event()
         self.can_compile = threading.Event()
         self.can_compile.set()
         self._running: list[Task] = []
@@ -33,6 +34,7 @@ class EchoBatch(RunningBatch):
     is_ready = property(lambda self: self.num_compiled > 0)
 
     def compile_next(self) -> bool:
+        self.compiles.set()
         self.can_compile.wait(10)
         self.num_compiled += 1
         return self.num_compiled < 3
@@ -84,6 +86,7 @@ def test_sentences_are_searched_while_more_is_compiled() -> None:
     for future in futures:
         future.result(10)
     assert not second.is_ready
+    assert second.compiles.wait(10)  # type: ignore[attr-defined]
     workers.close()
     second.can_compile.set()  # type: ignore[attr-defined]
     workers.wait_until_compiled()
