@@ -226,3 +226,21 @@ def test_of_a_repeated_config_the_last_counts(tmp_path: Path) -> None:
     found = config_in_flags(flags)
     assert (found["config"], found["settings"].seed) == (files[2], 2)
     assert parse_flags(TrainArguments, flags, defaults=found).config == files[2]
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--model.d-model", "a whole number"),
+        ("--optimizer.peak-learning-rate", "None or a number"),
+        ("--mesh.data", "-1 or a whole number"),
+    ],
+)
+def test_messages_of_flags_show_no_types(
+    flag: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(Config, [flag, "x"])
+    message = " ".join(re.sub("[│─╭╮╰╯]", " ", capsys.readouterr().err).split())
+    assert f"Error parsing {flag}: 'x'; expected {expected}" in message
+    assert "typing" not in message and "class" not in message

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from weakref import WeakSet
 
 from transformer_jax.errors import LossyStream, UserError, one_line, short_repr
@@ -125,11 +126,56 @@ def parse_flags(
     """
     import tyro  # imported here because library code also imports this module
 
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_number_rule)
     spec = sys.modules["__main__"].__spec__
     prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     if not defaults:
-        return tyro.cli(arguments, prog=prog, args=argv)
-    return tyro.cli(arguments, prog=prog, args=argv, default=arguments(**defaults))
+        return tyro.cli(arguments, prog=prog, args=argv, registry=registry)
+    default = arguments(**defaults)
+    return tyro.cli(arguments, prog=prog, args=argv, default=default, registry=registry)
+
+
+def _number_rule(info: Any) -> Any:
+    """Parse a number, or None or another word instead of it. tyro's own message for such flags
+    shows Python's types.
+    """
+    from tyro.constructors import PrimitiveConstructorSpec
+
+    members = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else (info.type,)
+    words: dict[str, Any] = {}
+    number: Any = None
+    for member in members:
+        plain = get_args(member)[0] if get_origin(member) is Annotated else member
+        if plain is type(None):
+            words["None"] = None
+        elif get_origin(plain) is Literal:
+            words |= {str(value): value for value in get_args(plain)}
+        elif plain in (int, float) and number is None:
+            number = plain
+        else:
+            return None
+    if number is None:
+        return None
+    kind = "a whole number" if number is int else "a number"
+    expected = " or ".join([*words, kind])
+
+    def parse(texts: list[str]) -> Any:
+        if texts[0] in words:
+            return words[texts[0]]
+        try:
+            return number(texts[0])
+        except ValueError:
+            raise ValueError(f"{short_repr(texts[0])}; expected {expected}") from None
+
+    choices = [f"{{{','.join(words)}}}"] if words else []
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="|".join([*choices, number.__name__.upper()]),
+        instance_from_str=parse,
+        is_instance=lambda x: x in words.values() or type(x) in (number, int),
+        str_from_instance=lambda x: [str(x)],
+    )
 
 
 def config_in_flags(argv: Sequence[str] | None) -> dict[str, Any]:
