@@ -198,7 +198,7 @@ def bare_evaluator(config: Config, **fields: Any) -> Evaluator:
     """An evaluator of a run that has only these fields."""
     evaluator = object.__new__(Evaluator)
     run: Any = SimpleNamespace(**fields)
-    vars(evaluator).update(_run=run, _training=config.training)
+    vars(evaluator).update(_run=run, _training_config=config.training)
     return evaluator
 
 

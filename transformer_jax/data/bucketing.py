@@ -19,8 +19,8 @@ def choose_widths(lengths_2N: np.ndarray, count: int, tokens: int) -> list[tuple
     """
     # histogram[s, t]: number of pairs with s source and t target tokens.
     S, T = (int(longest) + 1 for longest in lengths_2N.max(1))
-    s_N, t_N = lengths_2N.astype(np.int64)
-    histogram = np.bincount(s_N * T + t_N, minlength=S * T).reshape(S, T)
+    source_lengths_N, target_lengths_N = lengths_2N.astype(np.int64)
+    histogram = np.bincount(source_lengths_N * T + target_lengths_N, minlength=S * T).reshape(S, T)
     # below[s, t]: number of pairs with fewer than s source and fewer than t target tokens.
     below = np.pad(histogram.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     longest = np.array(histogram.shape) - 1

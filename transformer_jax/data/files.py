@@ -28,8 +28,8 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     """
     name = os.path.expanduser(name)
     root = os.path.expanduser(root)
-    full = name if is_url(name) else os.path.join(root, name)
-    path = to_path(full)
+    full_name = name if is_url(name) else os.path.join(root, name)
+    path = to_path(full_name)
     if not glob.has_magic(name) or kind_of(path):
         return [path]
     pattern = name if is_url(name) else os.path.join(glob.escape(root), name)

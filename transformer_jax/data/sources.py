@@ -129,10 +129,16 @@ class ParallelText:
                 if len(lines) > 2:
                     source, target, alignment = lines
                     place = f"{files[2]}, line {number}"
-                    lines = (source, target, self._links(place, source, target, alignment))
+                    lines = (
+                        source,
+                        target,
+                        self._read_word_alignment(place, source, target, alignment),
+                    )
                 yield lines
 
-    def _links(self, place: str, source: str, target: str, alignment: str) -> set[tuple[int, int]]:
+    def _read_word_alignment(
+        self, place: str, source: str, target: str, alignment: str
+    ) -> set[tuple[int, int]]:
         """Return the links in a line of alignments. A tag is one more source word."""
         num_source = len(source.split())
         num_target = len(target.split())

@@ -73,8 +73,8 @@ class TokenizeJob:
 
     def dtypes(self) -> list[np.dtype]:
         """Return the dtypes of source tokens, target tokens and links."""
-        sizes = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size, 2**31
-        return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
+        limits = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size, 2**31
+        return [np.dtype(np.uint16 if limit <= 2**16 else np.int32) for limit in limits]
 
     def tokenize(self, number: int, pairs: Pairs) -> TokenizedChunk:
         """Tokenize and filter one chunk. Random seeds include its ``number``.

@@ -56,23 +56,23 @@ class BeamSearch(SearchMethod, BeamSettings):
         parents_BC, tokens_BC, token_log_probs_BC = self._candidates(state, scores)
         parent_beams = gather_beams(state.live, parents_BC)
         candidates = extend(parent_beams, state.position_B, tokens_BC, token_log_probs_BC)
-        ends_BC = tokens_BC == self.eos_id
+        is_eos_BC = tokens_BC == self.eos_id
 
         # EOS finishes a hypothesis only if it ranks among the first W. A beam of 1 is then greedy.
         top_candidates = jax.tree.map(lambda x: x[:, :W], candidates)
         scores_BW = top_candidates.log_probs_BW / self.penalty(state.position_B + 1)[:, None]
-        ends_BW = ends_BC[:, :W]
+        is_eos_BW = is_eos_BC[:, :W]
         if state.terms_BKAM is not None:
             progress = lexical_constraints.advance(candidates.progress, state.terms_BKAM, tokens_BC)
             num_needed_BC = lexical_constraints.num_needed(progress, state.terms_BKAM)
             has_ended_B1 = state.finished.scores_BN[:, :1] > IMPOSSIBLE / 2
-            ends_BW &= num_needed_BC[:, :W] <= jnp.where(has_ended_B1, 0, num_needed_BC[:, :1])
-            is_candidate_BC = jnp.cumsum(~ends_BC, axis=1) <= W
+            is_eos_BW &= num_needed_BC[:, :W] <= jnp.where(has_ended_B1, 0, num_needed_BC[:, :1])
+            is_candidate_BC = jnp.cumsum(~is_eos_BC, axis=1) <= W
             log_probs_BC = jnp.where(is_candidate_BC, candidates.log_probs_BW, IMPOSSIBLE)
             candidates = candidates._replace(progress=progress, log_probs_BW=log_probs_BC)
-        finished = finish(state, top_candidates, ends_BW, scores_BW)
+        finished = finish(state, top_candidates, is_eos_BW, scores_BW)
 
-        log_probs_BC = jnp.where(ends_BC, IMPOSSIBLE, candidates.log_probs_BW)
+        log_probs_BC = jnp.where(is_eos_BC, IMPOSSIBLE, candidates.log_probs_BW)
         log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
         live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
         bound_B = log_probs_BW[:, 0] / self.penalty(state.limit_B)
@@ -80,9 +80,9 @@ class BeamSearch(SearchMethod, BeamSettings):
         worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
         done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
-            done_B |= ends_BC[:, 0]
+            done_B |= is_eos_BC[:, 0]
         if self.patience is not None:
-            has_ended_BW = ends_BW & (top_candidates.log_probs_BW > IMPOSSIBLE / 2)
+            has_ended_BW = is_eos_BW & (top_candidates.log_probs_BW > IMPOSSIBLE / 2)
             num_ended_B = state.num_ended_B + has_ended_BW.sum(axis=1)
             state = state._replace(num_ended_B=num_ended_B)
             num_to_finish_B = jnp.maximum(W * jnp.float32(self.patience), state.num_hypotheses_B)

@@ -157,8 +157,8 @@ class Engine:
 
     def buckets_with_terms(self, max_terms: int) -> list[Bucket]:
         """Return the buckets for sentences with up to ``max_terms`` terms, or without terms."""
-        sizes = [(), *(size for size in TABLE_SIZES if size[0] <= max_terms)]
-        return [bucket._replace(terms=size) for size in sizes for bucket in self.buckets]
+        shapes = [(), *(shape for shape in TABLE_SIZES if shape[0] <= max_terms)]
+        return [bucket._replace(terms=shape) for shape in shapes for bucket in self.buckets]
 
     def encode(self, bucket: Bucket, sentences: Sequence[Sentence]) -> Rows:
         """Encode up to ``bucket.encode_batch_size`` sentences of one padded length."""

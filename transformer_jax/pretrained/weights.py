@@ -205,11 +205,11 @@ def _with_foreign_axes(name: str, x: np.ndarray, foreign_name: str) -> np.ndarra
 
 def _names(weights: Iterable[str], library: WeightNames) -> dict[str, list[str]]:
     """Map each library name to the names of the weights that its array concatenates."""
-    order = list(library.names)
+    key_order = list(library.names)
     positions: list[tuple[int, str, str]] = []
     for weight in weights:
         key, foreign_name = _foreign_name(weight, library)
-        positions.append((order.index(key), foreign_name, weight))
+        positions.append((key_order.index(key), foreign_name, weight))
     names: dict[str, list[str]] = {}
     for _, foreign_name, weight in sorted(positions):
         names.setdefault(foreign_name, []).append(weight)

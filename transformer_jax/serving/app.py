@@ -141,10 +141,10 @@ class App:
                         kind, content = await anext(events)
                     yield _event(kind, content)
         except Exception as error:
-            refused = self._refused(error)
-            if refused.status_code == 500:
+            error_response = self._refused(error)
+            if error_response.status_code == 500:
                 logger.exception("Streaming a translation failed.")
-            yield _event("error", refused.content)
+            yield _event("error", error_response.content)
 
     def _refused(self, error: Exception) -> Refused:
         match error:
@@ -164,9 +164,11 @@ class App:
         return Refused(500, "Internal error; see the server's log.")
 
     async def _refuse(self, _: Request, error: Exception) -> Response:
-        refused = self._refused(error)
-        headers = getattr(error, "headers", refused.headers)  # 405 lists allowed methods
-        return Response(refused.content, refused.status_code, headers, "application/json")
+        error_response = self._refused(error)
+        headers = getattr(error, "headers", error_response.headers)  # 405 lists allowed methods
+        return Response(
+            error_response.content, error_response.status_code, headers, "application/json"
+        )
 
 
 async def _with_known_method(app: Any, scope: Scope, receive: Receive, send: Send) -> None:

@@ -35,7 +35,7 @@ NonNegative = Annotated[float, Range(lambda x: x >= 0, "0 or more")]
 Fraction = Annotated[float, Range(lambda x: 0 <= x < 1, "a value in [0, 1)")]
 PositiveFraction = Annotated[float, Range(lambda x: 0 < x <= 1, "a value in (0, 1]")]
 # of characters, in SentencePiece
-Coverage = Annotated[float, Range(lambda x: 0.98 <= x <= 1, "a value in [0.98, 1]")]
+CharacterCoverage = Annotated[float, Range(lambda x: 0.98 <= x <= 1, "a value in [0.98, 1]")]
 LineLength = Annotated[int, Range(lambda n: 3 <= n <= 2**16, "a number from 3 to 65,536")]
 
 # Dtypes of arrays by name. Segment ids can also be bool.

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from transformer_jax.settings.checks import (
+    CharacterCoverage,
     Count,
-    Coverage,
     Few,
     Fraction,
     LineLength,
@@ -230,7 +230,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     """Byte-pair encoding (the paper) or a unigram language model."""
     joint: Fixed[bool] = True
     """Share one vocabulary between both languages (the paper) instead of learning one for each."""
-    character_coverage: Fixed[Coverage] = 1.0
+    character_coverage: Fixed[CharacterCoverage] = 1.0
     """Fraction of the characters in the text that the vocabulary covers. The rarest characters
     become unknown tokens (or bytes)."""
     byte_fallback: Fixed[bool] = False
@@ -732,10 +732,10 @@ class Config(Section):
             not aligned or model.alignment_layer is not None,
             "a decoder layer to train with training.guided_alignment, such as -1",
         )
-        known = {"", *self.tokenizer.user_defined_symbols}
+        declared_tags = {"", *self.tokenizer.user_defined_symbols}
         for name in ("train", "dev", "test"):
             pairs = getattr(self.data, name)
-            fits = known.issuperset(pairs.tags)
+            fits = declared_tags.issuperset(pairs.tags)
             yield f"data.{name}.tags", fits, "items from tokenizer.user_defined_symbols"
             for field in () if name == "train" else ("alignments", "weights", "temperature"):
                 default = getattr(PairsConfig, field)

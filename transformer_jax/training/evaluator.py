@@ -37,7 +37,7 @@ class Evaluator:
     def __init__(self, run: PreparedRun):
         config = run.config
         self._run = run
-        self._training = config.training
+        self._training_config = config.training
         self._dev: BatchPlan | None = None
         if dev := run.corpora.get("dev"):
             # As large as a training microbatch, so batches fit into memory, unless the longest
@@ -68,7 +68,7 @@ class Evaluator:
         translations = self._translate(parameters, pairs)
         references = [target for _, target in pairs]
         for name, metric in METRICS.items():
-            score = metric(translations, references, self._training.bleu_tokenize)
+            score = metric(translations, references, self._training_config.bleu_tokenize)
             figures[f"dev_{name}"] = score.value
         lines = zip(("source", "reference", "translation"), (*pairs[0], translations[0]))
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
@@ -87,7 +87,7 @@ class Evaluator:
 
         return self._run.checkpoints.choose_average(
             progress.best_step,
-            stopped_early=progress.early_stopping_triggered(self._training.patience),
+            stopped_early=progress.early_stopping_triggered(self._training_config.patience),
             dev_loss=None if plan is None else dev_loss,
         )
 
@@ -96,7 +96,7 @@ class Evaluator:
         pairs = self._run.pairs["test"]
         translations = self._translate(self._on_devices(parameters), pairs)
         references = [target for _, target in pairs]
-        scores = evaluate(translations, references, tokenize=self._training.bleu_tokenize)
+        scores = evaluate(translations, references, tokenize=self._training_config.bleu_tokenize)
         figures: dict[str, Any] = {
             "sentences": len(references),
             "exact_match": scores.exact_match,

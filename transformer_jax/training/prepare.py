@@ -228,7 +228,7 @@ def open_run(
         train = corpora["train"]
         mix = Mix(train, config.data.train) if len(train.sizes) > 1 else train
         plan = BatchPlan(mix, config.batch, seed=config.seed, pad_id=config.model.pad_id)
-        _warn_without_effect(config, aligned=plan.aligned)
+        _warn_without_effect(config, has_word_alignments=plan.aligned)
     check_agreement(
         {
             "tokenizer": workdir.tokenizer.fingerprint,
@@ -270,14 +270,14 @@ def _with_model_of_run(config: Config, workdir: Workdir) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def _warn_without_effect(config: Config, *, aligned: bool) -> None:
+def _warn_without_effect(config: Config, *, has_word_alignments: bool) -> None:
     model = config.model
     training = config.training
     has_dropout = model.dropout or model.attention_dropout or model.feed_forward_dropout
     for name, is_idle, reason in (
         (
             "data.train.alignments",
-            aligned and not training.guided_alignment,
+            has_word_alignments and not training.guided_alignment,
             "training.guided_alignment is 0",
         ),
         ("training.patience", training.patience and not config.data.dev.is_given, "no data.dev"),

@@ -276,8 +276,8 @@ def accumulated_gradients(
     split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def add(total: Any, numbered: tuple[Array, Batch]) -> tuple[Any, None]:
-        number, microbatch = numbered
-        key = jax.random.fold_in(dropout_key, number)
+        index, microbatch = numbered
+        key = jax.random.fold_in(dropout_key, index)
         return jax.tree.map(jnp.add, total, gradient(parameters, microbatch, key)), None
 
     zeros_like = partial(jnp.zeros_like, dtype=jnp.float32)

@@ -37,14 +37,14 @@ class TemplateTag(NamedTuple):
     end: int
 
 
-_MESSAGE_START = (
+_ICU_MESSAGE_START = (
     r"\{\s*+[\w.]++\s*+,\s*+(?:plural|select|selectordinal|number|date|time|choice|list)\b"
 )
 _BRACES = r"[^{}]"
 for _ in range(6):  # branches in branches
     _BRACES = rf"(?:[^{{}}]++|\{{{_BRACES}*+\}})"
-_MESSAGE = re.compile(rf"{_MESSAGE_START}{_BRACES}*+\}}")
-_TAG_START = re.compile(rf"\{{%|\{{#|\{{\{{\{{?|<%|<\?(?:php\b|=)|(?={_MESSAGE_START})\{{")
+_ICU_MESSAGE = re.compile(rf"{_ICU_MESSAGE_START}{_BRACES}*+\}}")
+_TAG_START = re.compile(rf"\{{%|\{{#|\{{\{{\{{?|<%|<\?(?:php\b|=)|(?={_ICU_MESSAGE_START})\{{")
 _TAG_ENDS = {"{%": "%}", "{#": "#}", "{{": "}}", "{{{": "}}}", "<%": "%>"}
 _COMMENTS = ("{#", "{{!", "<%#", "<%--")
 _EXPRESSIONS = ("<%=", "<%-", "<?=")
@@ -63,7 +63,7 @@ def template_tags(text: str) -> Iterator[TemplateTag]:
         position = tag_start.end()
         opening = tag_start[0]
         if opening == "{":
-            message = _MESSAGE.match(text, start)
+            message = _ICU_MESSAGE.match(text, start)
             if message:
                 position = message.end()
                 yield TemplateTag("message", start, position)
