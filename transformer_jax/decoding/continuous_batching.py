@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from transformer_jax.decoding.search import (
@@ -145,20 +144,8 @@ def _set_rows(tree: Any, index_R: Array, values: Any) -> Any:
     )
 
 
-def select_rows(rows: Rows, to_index_R: np.ndarray) -> Rows:
-    """Return R rows: copies of rows ``to_index_R``, or idle rows where it is negative. On a CPU,
-    NumPy copies them, so that nothing is compiled for each pair of numbers of rows.
-    """
-    if jax.default_backend() != "cpu":
-        return _select_on_device(rows, to_index_R)
-    selected = jax.tree.map(lambda x: np.asarray(x)[np.maximum(to_index_R, 0)], rows)
-    done_R = selected.state.done_B | (to_index_R < 0)
-    selected = selected._replace(state=selected.state._replace(done_B=done_R))
-    before = jax.tree.leaves(rows.state.finished)[0]
-    return jax.device_put(selected, before.device if before.committed else None)
-
-
 @jax.jit
-def _select_on_device(rows: Rows, to_index_R: Array) -> Rows:
+def select_rows(rows: Rows, to_index_R: Array) -> Rows:
+    """Return R rows: copies of rows ``to_index_R``, or idle rows where it is negative."""
     state, cache = jax.tree.map(lambda x: x[jnp.maximum(to_index_R, 0)], rows)
     return Rows(state._replace(done_B=state.done_B | (to_index_R < 0)), cache)

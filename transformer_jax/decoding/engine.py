@@ -217,14 +217,7 @@ class EngineBatch(RunningBatch):
     @property
     def encode_batch_size(self) -> int:
         """Maximum number of sentences in a call of ``decode``."""
-        return self._encoder_bucket(self.num_rows).encode_batch_size
-
-    def _encoder_bucket(self, num_rows: int) -> Bucket:
-        """Return the bucket whose encoders serve this number of rows. On a CPU, sentences for fewer
-        rows than in the bucket are encoded one by one, so that all these numbers share encoders.
-        """
-        is_single = num_rows < self.bucket.rows and jax.default_backend() == "cpu"
-        return self.bucket._replace(rows=1 if is_single else num_rows)
+        return self.bucket._replace(rows=self.num_rows).encode_batch_size
 
     @property
     def is_ready(self) -> bool:
@@ -242,7 +235,7 @@ class EngineBatch(RunningBatch):
         count = remaining[0]
         idle = engine.new_rows(self.bucket._replace(rows=self._row_counts[0]))
         rows = select_rows(idle, np.full(count, -1, np.int32))
-        encoders = self._encoder_bucket(count)
+        encoders = self.bucket._replace(rows=count)
         self._empty_encoded[encoders] = engine.encode(encoders, [])
         for length in self.bucket.lengths:
             encoded = engine.encode(encoders, [Sentence([0] * (length - 1))])
@@ -274,7 +267,7 @@ class EngineBatch(RunningBatch):
         """Assign rows to sentences of one padded length, and decode (see ``RunningBatch``)."""
         if self._rows is None:
             self._rows = self._engine.new_rows(self.bucket._replace(rows=self.num_rows))
-        encoders = self._encoder_bucket(self.num_rows)
+        encoders = self.bucket._replace(rows=self.num_rows)
         if admitted or encoders not in self._empty_encoded:
             encoded = self._engine.encode(encoders, [task.sentence for task in admitted])
         else:
