@@ -217,7 +217,11 @@ class EngineBatch(RunningBatch):
     @property
     def encode_batch_size(self) -> int:
         """Maximum number of sentences in a call of ``decode``."""
-        return self.bucket._replace(rows=self.num_rows).encode_batch_size
+        return self._resized_bucket.encode_batch_size
+
+    @property
+    def _resized_bucket(self) -> Bucket:
+        return self.bucket._replace(rows=self.num_rows)
 
     @property
     def is_ready(self) -> bool:
@@ -233,16 +237,15 @@ class EngineBatch(RunningBatch):
         if not remaining:
             return False
         count = remaining[0]
-        idle = engine.new_rows(self.bucket._replace(rows=self._row_counts[0]))
-        rows = select_rows(idle, np.full(count, -1, np.int32))
-        encoders = self.bucket._replace(rows=count)
-        self._empty_encoded[encoders] = engine.encode(encoders, [])
-        for length in self.bucket.lengths:
-            encoded = engine.encode(encoders, [Sentence([0] * (length - 1))])
+        bucket = self.bucket._replace(rows=count)
+        rows = engine.new_rows(bucket)
+        self._empty_encoded[bucket] = engine.encode(bucket, [])
+        for length in bucket.lengths:
+            encoded = engine.encode(bucket, [Sentence([0] * (length - 1))])
             rows, _ = engine.admit_and_decode(rows, encoded, 1, max_steps=1, stop_after=1)
         finished_results(rows)
-        for other in self._compiled_counts:
-            moved = select_rows(rows, np.zeros(other, np.int32))
+        for compiled_count in self._compiled_counts:
+            moved = select_rows(rows, np.zeros(compiled_count, np.int32))
             select_rows(moved, np.zeros(count, np.int32))
         self._compiled_counts.append(count)  # from now on, another thread can decode with it
         return len(remaining) > 1
@@ -265,13 +268,13 @@ class EngineBatch(RunningBatch):
 
     def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
         """Assign rows to sentences of one padded length, and decode (see ``RunningBatch``)."""
+        bucket = self._resized_bucket
         if self._rows is None:
-            self._rows = self._engine.new_rows(self.bucket._replace(rows=self.num_rows))
-        encoders = self.bucket._replace(rows=self.num_rows)
-        if admitted or encoders not in self._empty_encoded:
-            encoded = self._engine.encode(encoders, [task.sentence for task in admitted])
+            self._rows = self._engine.new_rows(bucket)
+        if admitted or bucket not in self._empty_encoded:
+            encoded = self._engine.encode(bucket, [task.sentence for task in admitted])
         else:
-            encoded = self._empty_encoded[encoders]
+            encoded = self._empty_encoded[bucket]
         self._rows, rows_admitted = self._engine.admit_and_decode(
             self._rows, encoded, len(admitted), max_steps=max_steps, stop_after=stop_after
         )

@@ -285,8 +285,8 @@ def run_until_idle(schedulers: Sequence[Scheduler]) -> None:
     """Search all waiting sentences. The work is dispatched to the devices in turn, before the host
     waits for the first result.
     """
-    busy_batches = list(schedulers)
-    while busy_batches:
-        busy_batches = [scheduler for scheduler in busy_batches if scheduler.dispatch()]
+    busy = list(schedulers)
+    while busy:
+        busy = [scheduler for scheduler in busy if scheduler.dispatch()]
     for scheduler in schedulers:
         scheduler.read()

@@ -168,17 +168,15 @@ class PretrainedTokenizer:
         forced = self.config.generation.get("forced_bos_token_id")
         forced = _text(tokens_by_id.get(forced, "")) if type(forced) is int else ""
         tokens = self._language_tokens()
-        has_tags = any(token.startswith("<2") for token in tokens.values())
-        if tokens and has_tags:
+        if any(token.startswith("<2") for token in tokens.values()):
             return Languages(tokens, layout="tag")
         layout = _LAYOUTS.get(self.kind)
         if layout == "both" and self.settings.get("legacy_behaviour"):
             layout = "after"
         if layout is None:
             return self._languages_from_post_processor(tokens, forced)
-        english_tokens = [
-            tokens[code] for code in _ENGLISH_CODES if code in tokens
-        ]  # transformers' default
+        # The default of transformers.
+        english_tokens = [tokens[code] for code in _ENGLISH_CODES if code in tokens]
         default = [*english_tokens, *tokens.values(), ""][0]
         source = tokens.get(self._special_token("src_lang"), default)
         target = tokens.get(self._special_token("tgt_lang"), "") or forced
@@ -205,16 +203,16 @@ class PretrainedTokenizer:
         source = tokens.get(self._special_token("src_lang"), "")
         codes = {*tokens.values()}
         if after_line == [eos] and len(before_line) <= 1:
-            leading_tokens = before_line[0] if before_line else ""
-            if not tokens and (forced in ("", leading_tokens) or not leading_tokens):
+            leading_token = before_line[0] if before_line else ""
+            if not tokens and (forced in ("", leading_token) or not leading_token):
                 return Languages(
                     {},
-                    leading_tokens,
-                    leading_tokens or forced,
-                    forced=bool(forced) or not leading_tokens,
+                    leading_token,
+                    leading_token or forced,
+                    forced=bool(forced) or not leading_token,
                 )
-            if leading_tokens in codes:
-                return Languages(tokens, source or leading_tokens, forced)
+            if leading_token in codes:
+                return Languages(tokens, source or leading_token, forced)
         is_after = len(after_line) == 2 and after_line[0] == eos and after_line[1] in codes
         if is_after and not before_line:
             starts = tokens_by_id.get(self.config.special.decoder_start) in codes

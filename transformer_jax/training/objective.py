@@ -40,9 +40,7 @@ def loss_and_sums(
     model = nnx.merge(graph, unshard_embeddings(parameters, mesh))
     passes = None
     inputs = batch
-    if dropout_key is not None:
-        passes = two_passes(settings)
-    if passes and dropout_key is not None:
+    if dropout_key is not None and (passes := two_passes(settings)):
         batch = jax.tree.map(repeat_rows, batch)
         inputs, dropout_key = passes.inputs(batch, dropout_key, config)
         if passes.cut_rate:
