@@ -13,7 +13,8 @@ ratio of throughputs (median, lowest and highest of the rounds): above 1, ``ours
 faster. ``differ`` counts responses that are not the same text as the engine's own translation of
 the file: decode.py's for ours, ``translate_file``'s for CTranslate2 (batches of other sizes round
 differently). ``CPU ms`` is the server's CPU time per sentence, which depends less on other programs
-than throughput does. ``--against`` also starts the service of another checkout.
+than throughput does. ``--against`` also starts the service of another checkout. The first load
+begins when the services have compiled all their searches.
 
 CTranslate2's server is ``benchmarks.ctranslate2_server``. Before each load, the benchmark measures
 each division of the cores into workers and threads, with several limits to the sentences per call,
@@ -81,6 +82,15 @@ def start(command: list[str], place: Path, log: Path, stack: ExitStack) -> Serve
             return Server(port, process.pid)
         time.sleep(0.1)
     raise SystemExit(f"error: the service exited.\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def wait_until_idle(server: Server) -> None:
+    """Wait until the server uses no CPU time: a ready service of ours goes on compiling."""
+    while True:
+        before = server.cpu_seconds()
+        time.sleep(2)
+        if server.cpu_seconds() - before < 0.2:
+            return
 
 
 def load(server: Server, lines: Pairs, clients: int, seconds: float) -> Answer:
@@ -244,6 +254,8 @@ def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> T
         expected = zip(read_lines(str(arguments.input)), read_lines(str(target)), strict=True)
         pairs[name] = list(expected)
         pairs.setdefault("against", pairs[name])
+    for server in servers.values():
+        wait_until_idle(server)
     for clients in arguments.clients:
         for name, peer in peers.items():
             fastest = peer.fastest(pairs[name], clients, arguments.seconds / 4)
