@@ -9,12 +9,13 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+from requests_by_size import MAX_CHARACTERS, MAX_SENTENCES, REPEATED, query, request_bytes
 from servers import LINES, Server, answering, make_model_to_serve, serving
 
 from transformer_jax.serving import protocol
@@ -26,67 +27,18 @@ from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
 from transformer_jax.translation.translator import Translator
 
-JSON, FORM = "application/json", "application/x-www-form-urlencoded"
-
-
-def request_bytes(path: str, body: bytes, kind: str = JSON, version: str = "1.1") -> bytes:
-    head = f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Type: {kind}\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def query(**fields: Any) -> bytes:
-    return json.dumps({"source": "en", "target": "de"} | fields).encode()
+FORM = "application/x-www-form-urlencoded"
 
 
 @pytest.fixture(scope="module")
 def default(translator: Translator) -> Iterator[Server]:
     """A server with the default limits of text. Few lengths and terms compile quickly."""
     model = make_model_to_serve(translator, max_terms=1)
-    service = Service({Pair("en", "de"): model}, max_queue=1024, max_characters=20_000)
+    service = Service(
+        {Pair("en", "de"): model}, max_queue=MAX_SENTENCES, max_characters=MAX_CHARACTERS
+    )
     with serving(service, translator) as found:
         yield found
-
-
-MOST = 20_000
-# One thing many times, for each field. {n} bytes or items are as many as a request may have.
-HEAVY: dict[str, Callable[[], bytes]] = {
-    "letters": lambda: query(q="a" * MOST),
-    "ligatures": lambda: query(q="\ufdfa" * MOST),
-    "words": lambda: query(q="one " * (MOST // 4)),
-    "sentences": lambda: query(q="One. " * (MOST // 5)),
-    "lines": lambda: query(q="one\n" * 1024),
-    "breaks": lambda: query(q="\n" * MOST),
-    "spaces": lambda: query(q=" " * MOST),
-    "quotation marks": lambda: query(q='"「' * (MOST // 2)),
-    "undivided": lambda: query(q="one two. " * (MOST // 9), split=False),
-    "attention": lambda: query(q="\n".join(LINES * 2), attention=True, alternatives=2),
-    "texts": lambda: query(q=["one"] * 1024, details=True, alternatives=2),
-    "empty texts": lambda: query(q=[""] * 70_000),
-    "numbers as texts": lambda: b'{"target": "de", "q": [%b1]}' % (b"1," * 120_000),
-    "deep lists": lambda: b'{"target": "de", "q": %b}' % (b"[" * 100_000),
-    "unknown fields": lambda: query(q="a", **{f"k{i}": 1 for i in range(20_000)}),
-    "prefix": lambda: query(q="one", prefix="SIX " * 4000),
-    "prefix of many texts": lambda: query(q=["one"] * 1000, prefix="€" * 19_000),
-    "terms": lambda: query(q="one", glossary={f"k{i}": "ONE" for i in range(1500)}),
-    "terms with one beginning": lambda: query(
-        q="one " * 2000, glossary={" ".join(["one"] * i) + " x": "ONE" for i in range(1, 60)}
-    ),
-    "a long term": lambda: query(q="one " * 2000, glossary={"one " * 2000: "ONE"}),
-    "alternatives of a term": lambda: query(q="one", glossary={"one": ["ONE"] * 4000}),
-    "numbers as terms": lambda: query(q="one", glossary={f"k{i}": 1 for i in range(20_000)}),
-    "language": lambda: query(q="one", source="x_" * 100_000),
-    "format": lambda: query(q="one", format="x" * 200_000),
-    "API key": lambda: query(q="one", api_key=[[1]] * 40_000),
-    "number": lambda: b'{"target": "de", "q": "one", "alternatives": %b}' % (b"9" * 200_000),
-    "elements": lambda: query(q="<b>one</b> " * (MOST // 11), format="html"),
-    "nested elements": lambda: query(q="<b>" * 3000 + "one" + "</b>" * 2500, format="html"),
-    "unfinished tags": lambda: query(q="<a " * (MOST // 3), format="html"),
-    "paragraphs": lambda: query(q="<p>one</p>" * 1000, format="html"),
-    "a long paragraph": lambda: query(q="<p><i>" + "One two. " * 2000, format="html"),
-    "references": lambda: query(q="&amp;" * (MOST // 5), format="html"),
-    "placeholders": lambda: query(q="{x} " * (MOST // 4), format="html"),
-    "XML": lambda: query(q="<a>" + "<b>one</b> two " * 1200 + "</a>", format="xml"),
-}
 
 
 # One of each kind of work: search, validation, glossary, reading of documents.
@@ -106,8 +58,10 @@ HEAVIEST = (
     ("path", "kinds"),
     [
         pytest.param("/translate", HEAVIEST, id="heaviest"),
-        pytest.param("/translate", tuple(HEAVY), id="all", marks=pytest.mark.exhaustive),
-        pytest.param("/translate/stream", tuple(HEAVY), id="stream", marks=pytest.mark.exhaustive),
+        pytest.param("/translate", tuple(REPEATED), id="all", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "/translate/stream", tuple(REPEATED), id="stream", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_no_request_delays_a_polite_client(
@@ -116,6 +70,7 @@ def test_no_request_delays_a_polite_client(
     """However it uses the limits. The polite client asks for its health during each."""
     slowest = {}
     for kind in kinds:
+        repeated = REPEATED[kind]
         done = threading.Event()
 
         def send(body: bytes, done: threading.Event = done) -> None:
@@ -130,7 +85,7 @@ def test_no_request_delays_a_polite_client(
                 pass
             done.set()
 
-        thread = threading.Thread(target=send, args=[HEAVY[kind]()])
+        thread = threading.Thread(target=send, args=[repeated.body(repeated.most)])
         thread.start()
         delays = [0.0]
         while not done.is_set() or len(delays) < 3:
