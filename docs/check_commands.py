@@ -24,7 +24,6 @@ def script(page: Path) -> str:
     lines = ["set -eo pipefail", "[ ! -f .venv/bin/activate ] || . .venv/bin/activate"]
     for block in BLOCK.finditer(text):
         reason, code = block.groups()
-        code = re.sub(r"^git clone .*/OWNER/.*\n", "", code)  # this is a clone
         name = f"{page.relative_to(ROOT)}:{text[: block.start()].count(chr(10)) + 1}"
         if reason:
             lines.append(f"echo {shlex.quote(f'== {name}: not run, {reason}')}")
