@@ -57,11 +57,11 @@ def compiled_scheduler(engine):
 
 
 def submit(scheduler, sentence):
-    return scheduler.submit(sentence, scheduler.batches[0].bucket)
+    return scheduler.queue.submit(sentence, scheduler.batches[0].bucket)
 
 
 def run(scheduler):
-    while scheduler.num_waiting or scheduler.num_running:
+    while scheduler.queue.num_waiting or scheduler.num_running:
         scheduler.step()
 
 
@@ -71,7 +71,7 @@ def search_as_they_arrive(scheduler, sentences, *, seed):
     to_submit = choice.sample(range(len(sentences)), len(sentences))
     futures = {}
     num_canceled = 0
-    while to_submit or scheduler.num_unfinished:
+    while to_submit or scheduler.queue.num_unfinished:
         for _ in range(choice.randint(0, 5)):
             if to_submit:
                 index = to_submit.pop()
@@ -84,7 +84,7 @@ def search_as_they_arrive(scheduler, sentences, *, seed):
             num_canceled += 1
         scheduler.step()
     assert num_canceled == 10
-    assert not scheduler.num_waiting and not scheduler.num_running
+    assert not scheduler.queue.num_waiting and not scheduler.num_running
     return [futures[index].result(timeout=0) for index in range(len(sentences))]
 
 
@@ -144,7 +144,7 @@ def test_sentences_wait_until_a_number_of_rows_is_compiled():
     [batch] = scheduler.batches
     futures = [submit(scheduler, sentence) for sentence in SENTENCES[:6]]
     scheduler.step()
-    assert not scheduler.is_ready(batch.bucket) and scheduler.num_waiting == 6
+    assert not batch.is_ready and scheduler.queue.num_waiting == 6
     numbers = []
     while scheduler.compile_next(batch):
         scheduler.step()
@@ -165,7 +165,7 @@ def test_a_canceled_sentence(state):
     canceled = submit(scheduler, SENTENCES[3])
     if state == "running":
         scheduler.batches[0].resize(2)
-        admitted = scheduler._admit(scheduler.batches[0], 1)
+        admitted = scheduler.queue.take(scheduler.batches[0].bucket, 1)
         scheduler.batches[0].decode(admitted, max_steps=1, stop_after=1)
         scheduler.batches[0].read()
         assert canceled in [task.future for task in scheduler.batches[0].running]
@@ -180,7 +180,7 @@ def test_a_canceled_sentence(state):
     else:
         with pytest.raises(CancelledError):
             canceled.result(0)
-    assert not scheduler.num_unfinished
+    assert not scheduler.queue.num_unfinished
     assert scheduler.batches[0]._rows.state.done_B.all()
 
 
@@ -199,7 +199,7 @@ def test_positions_of_idle_rows_do_not_overflow():
             state=state, cache=dataclasses.replace(cache, position_B=late)
         )
         submit(scheduler, SENTENCES[0])
-        admitted = scheduler._admit(batch, 1)
+        admitted = scheduler.queue.take(batch.bucket, 1)
         batch.decode(admitted, max_steps=9, stop_after=1)  # in one row; the others stay idle
         batch.read()
         for counted in batch._rows.state, batch._rows.cache:
@@ -256,12 +256,12 @@ def test_all_work_is_dispatched_before_the_host_reads_a_result():
         Scheduler([RecordingBatch(bucket, record) for bucket in (long, short)]) for record in calls
     ]
     futures = [
-        scheduler.submit(Sentence([5] * length), bucket)
+        scheduler.queue.submit(Sentence([5] * length), bucket)
         for scheduler, count in zip(schedulers, (3, 1), strict=True)
         for bucket, length in ((short, 9), (long, 20))
         for _ in range(count)
     ]
-    assert schedulers[0].num_waiting == 6
+    assert schedulers[0].queue.num_waiting == 6
     run_until_idle(schedulers)
     of_bucket = [2, False], [1, True], "release"
     assert calls[0] == [*of_bucket, *of_bucket, "read", "read"]
@@ -275,7 +275,7 @@ def test_the_oldest_sentence_is_admitted_first_whatever_its_length(lengths):
     batch = RecordingBatch(Bucket((16, 32), 4), [])
     scheduler = Scheduler([batch])
     for number, length in enumerate(lengths):
-        scheduler.submit(Sentence([5] * length, seed=number), batch.bucket)
+        scheduler.queue.submit(Sentence([5] * length, seed=number), batch.bucket)
     waiting = list(range(len(lengths)))
     while waiting:
         batch.decoded.clear()

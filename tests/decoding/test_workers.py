@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
 from transformer_jax import Bucket, Hypothesis, SearchFailed, Sentence, UserError
-from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task
+from transformer_jax.decoding.scheduler import RunningBatch, Task
 from transformer_jax.decoding.workers import Workers
 
 BUCKET = Bucket((16,), rows=4)
@@ -56,12 +57,19 @@ class EchoBatch(RunningBatch):
 
 
 def make_workers(*before: Callable[[Sequence[Task]], object]) -> Workers:
-    return Workers([Scheduler([EchoBatch(each)]) for each in before], lambda _: BUCKET)
+    return Workers([[EchoBatch(each)] for each in before], lambda _: BUCKET)
 
 
 def test_threads_share_the_sentences() -> None:
+    both_have_sentences = threading.Barrier(2, timeout=10)
     batches: list[list[Sequence[Task]]] = [[], []]
-    workers = make_workers(*(each.append for each in batches))
+
+    def append(to: list[Sequence[Task]], admitted: Sequence[Task]) -> None:
+        if not to:
+            both_have_sentences.wait()
+        to.append(admitted)
+
+    workers = make_workers(*(partial(append, each) for each in batches))
     workers.start()
     workers.start()  # does nothing
     workers.wait_until_compiled()
@@ -122,8 +130,7 @@ def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture
     workers.wait_until_compiled()
     futures = [workers.submit(sentence) for sentence in SENTENCES]
     futures[-1].cancel()
-    unfinished = [scheduler.num_unfinished for scheduler in workers.schedulers]
-    assert sorted(unfinished) == [19, 20]
+    assert workers.queue.num_unfinished == 39
     goes_on.set()
     with pytest.raises(SearchFailed, match="out of memory"):
         futures[0].result(10)

@@ -710,8 +710,7 @@ def test_metrics_count_all_pairs_and_devices(
     assert busy == rows
     for waiting in range(1, 5):
         workers = models[pairs[waiting % num_pairs]].workers
-        scheduler = workers.schedulers[waiting % num_devices]
-        scheduler.submit(Sentence([5]), scheduler.batches[0].bucket)
+        workers.queue.submit(Sentence([5]), workers.schedulers[0].batches[0].bucket)
         assert figures() == [rows, busy, waiting]
 
 

@@ -355,7 +355,7 @@ def search_together(
     futures: dict[int, Future[list[Hypothesis]]] = {}
     for rank, (index, bucket) in enumerate(zip(longest_first, buckets, strict=True)):
         scheduler = schedulers[rank % len(schedulers)]
-        futures[index] = scheduler.submit(sentences[index], bucket)
+        futures[index] = scheduler.queue.submit(sentences[index], bucket)
     run_until_idle(schedulers)
     num_invalid = sum(batch.num_invalid for x in schedulers for batch in x.batches)
     if num_invalid:

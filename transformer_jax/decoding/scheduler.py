@@ -1,4 +1,4 @@
-"""Scheduler: the waiting, running and finished sentences of a device.
+"""Scheduler: the waiting, running and finished sentences of the devices.
 
 The states of a sentence::
 
@@ -9,8 +9,9 @@ The states of a sentence::
 
 A waiting sentence whose future is canceled is dropped; a running one frees its row at the next
 ``read``. Otherwise, a sentence keeps its row until it is finished. ``Engine.search`` submits all
-sentences, then calls ``run_until_idle``. A service calls ``Scheduler.step`` again and again, in one
-thread for each device.
+sentences, to a queue for each device, then calls ``run_until_idle``. The devices of a service share
+a queue: the first that has an idle row takes the next sentence. Each calls ``Scheduler.step`` again
+and again, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -140,28 +141,75 @@ class _WaitingTasks:
             )
 
 
-class Scheduler:
-    """Waiting and running sentences of one device.
-
-    Any thread may call ``submit``, ``stop`` and ``is_ready``, and one thread ``compile_next``. A
-    single thread calls the other methods.
+class TaskQueue:
+    """Unfinished sentences of one device, or of several that share them. Thread-safe.
 
     Attributes:
-      batches: the batch rows of each bucket.
+      changed: condition that is notified of new sentences, of ``stop`` and of ``notify``.
+      failure: the reason of ``stop``, if it was called.
+      num_devices: number of schedulers that take sentences.
     """
 
-    def __init__(self, batches: Sequence[RunningBatch]):
-        self.batches = batches
-        self._waiting = {batch.bucket: _WaitingTasks(batch.bucket) for batch in batches}
-        self._unfinished: set[Task] = set()
-        self._failure: Exception | None = None
+    def __init__(self, buckets: Sequence[Bucket]):
+        self.changed = threading.Condition()
+        self.failure: Exception | None = None
+        self.num_devices = 0
+        self._waiting = {bucket: _WaitingTasks(bucket) for bucket in buckets}
+        self._unfinished: dict[Bucket, set[Task]] = {bucket: set() for bucket in buckets}
         self._num_submitted = 0
-        self._condition = threading.Condition()
 
-    @property
-    def num_unfinished(self) -> int:
-        """Number of waiting and running sentences."""
-        return len(self._unfinished)
+    def submit(self, sentence: Sentence, bucket: Bucket) -> Future[list[Hypothesis]]:
+        """Add a sentence. Returns a future for its hypotheses (see ``Engine.search``)."""
+        with self.changed:
+            self._num_submitted += 1
+            task = Task(sentence, self._num_submitted)
+            if self.failure:
+                task.fail(self.failure)
+            else:
+                unfinished = self._unfinished[bucket]
+                unfinished.add(task)
+                task.future.add_done_callback(lambda _: unfinished.discard(task))
+                self._waiting[bucket].add(task)
+            self.changed.notify_all()
+        return task.future
+
+    def take(self, bucket: Bucket, count: int) -> list[Task]:
+        """Take up to ``count`` waiting sentences of one padded length, the oldest first."""
+        with self.changed:
+            tasks = self._waiting[bucket].next_group()
+            return [tasks.popleft() for _ in range(min(count, len(tasks)))]
+
+    def drop_canceled(self) -> None:
+        """Drop the waiting sentences whose futures are canceled."""
+        with self.changed:
+            for waiting in self._waiting.values():
+                waiting.drop_canceled()
+
+    def stop(self, failure: Exception) -> None:
+        """Fail all unfinished and later sentences with ``failure``."""
+        with self.changed:
+            self.failure = self.failure or failure
+            for task in [task for tasks in self._unfinished.values() for task in tasks]:
+                task.fail(self.failure)
+            self.changed.notify_all()
+
+    def notify(self) -> None:
+        """Wake the threads that wait for ``changed``: more sentences can be searched."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def waiting(self, bucket: Bucket) -> int:
+        """Return the number of a bucket's sentences that wait for a row."""
+        return len(self._waiting[bucket])
+
+    def largest_batch(self, bucket: Bucket) -> int:
+        """Return the number of sentences that can be encoded together with the oldest one."""
+        with self.changed:
+            return len(self._waiting[bucket].next_group())
+
+    def share(self, bucket: Bucket) -> int:
+        """Return each device's share of a bucket's unfinished sentences."""
+        return -(-len(self._unfinished[bucket]) // self.num_devices)
 
     @property
     def num_waiting(self) -> int:
@@ -169,75 +217,68 @@ class Scheduler:
         return sum(map(len, self._waiting.values()))
 
     @property
+    def num_unfinished(self) -> int:
+        """Number of waiting and running sentences."""
+        return sum(map(len, self._unfinished.values()))
+
+
+class Scheduler:
+    """Searches the sentences of a queue on one device.
+
+    One thread may call ``compile_next`` while another calls the other methods.
+
+    Attributes:
+      batches: the batch rows of each bucket.
+      queue: the sentences.
+    """
+
+    def __init__(self, batches: Sequence[RunningBatch], queue: TaskQueue | None = None):
+        """Take sentences from ``queue``, which other devices may share; default: a new queue."""
+        self.batches = batches
+        self.queue = queue or TaskQueue([batch.bucket for batch in batches])
+        self.queue.num_devices += 1
+
+    @property
     def num_running(self) -> int:
         """Number of sentences in batch rows."""
         return sum(len(batch.running) for batch in self.batches)
-
-    def submit(self, sentence: Sentence, bucket: Bucket) -> Future[list[Hypothesis]]:
-        """Add a sentence. Returns a future for its hypotheses (see ``Engine.search``)."""
-        with self._condition:
-            self._num_submitted += 1
-            task = Task(sentence, self._num_submitted)
-            if self._failure:
-                task.fail(self._failure)
-            else:
-                self._waiting[bucket].add(task)
-                self._unfinished.add(task)
-                task.future.add_done_callback(lambda _: self._unfinished.discard(task))
-            self._condition.notify_all()
-        return task.future
-
-    def stop(self, failure: Exception) -> None:
-        """Stop the search: unfinished and later futures raise ``failure``."""
-        with self._condition:
-            self._failure = self._failure or failure
-            self._condition.notify_all()
-            for task in list(self._unfinished):
-                task.fail(self._failure)
-
-    def is_ready(self, bucket: Bucket) -> bool:
-        """Whether sentences of a bucket need not wait for a compilation."""
-        return any(batch.is_ready for batch in self.batches if batch.bucket == bucket)
 
     def compile_next(self, batch: RunningBatch) -> bool:
         """Compile one more number of rows of a batch, for which sentences may be waiting. Returns
         whether there are more.
         """
         has_more = batch.compile_next()
-        with self._condition:
-            self._condition.notify_all()
+        self.queue.notify()
         return has_more
 
     def wait_for_work(self) -> bool:
-        """Wait for a sentence that can be searched. Returns False after ``stop``."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._failure or self._busy_batches())
-        return self._failure is None
+        """Wait for a sentence that can be searched. Returns False after ``TaskQueue.stop``."""
+        queue = self.queue
+        with queue.changed:
+            queue.changed.wait_for(lambda: queue.failure or self._busy_batches())
+        return queue.failure is None
 
     def _busy_batches(self) -> list[RunningBatch]:
         """Return the compiled batches with waiting or running sentences."""
         return [
             batch
             for batch in self.batches
-            if batch.is_ready and (batch.running or self._waiting[batch.bucket])
+            if batch.is_ready and (batch.running or self.queue.waiting(batch.bucket))
         ]
 
     def step(self) -> None:
         """Admit waiting sentences, decode a few steps and read the results, for each bucket."""
-        with self._condition:
-            for waiting in self._waiting.values():
-                waiting.drop_canceled()
+        self.queue.drop_canceled()
         busy_batches = self._busy_batches()
         for batch in busy_batches:
-            waiting = self._waiting[batch.bucket]
-            batch.resize(len(batch.running) + len(waiting))
-            num_idle = batch.num_rows - len(batch.running)
-            admitted = self._admit(
-                batch, self._num_admissible(batch, is_only_busy=len(busy_batches) == 1)
-            )
+            num_running = len(batch.running)
+            batch.resize(max(num_running, self.queue.share(batch.bucket)))
+            num_idle = batch.num_rows - num_running
+            count = self._num_admissible(batch, num_idle, is_only_busy=len(busy_batches) == 1)
+            admitted = self.queue.take(batch.bucket, count)
             max_steps = max(STEPS_PER_READ, STEPS_PER_READ_OF_ONE_ROW // batch.num_rows)
             # Only one padded length is admitted at a time. Fill the other rows before decoding.
-            can_admit_more = bool(waiting) and len(admitted) != num_idle
+            can_admit_more = self.queue.waiting(batch.bucket) and len(admitted) != num_idle
             if admitted and can_admit_more:
                 max_steps = 0
             batch.decode(admitted, max_steps=max_steps, stop_after=max(1, batch.num_rows // 4))
@@ -248,10 +289,9 @@ class Scheduler:
         last sentences of a bucket are decoded to the end. Returns False if no sentence is waiting.
         """
         for batch in self.batches:
-            waiting = self._waiting[batch.bucket]
-            if waiting:
-                admitted = self._admit(batch, batch.encode_batch_size)
-                is_last = not waiting
+            admitted = self.queue.take(batch.bucket, batch.encode_batch_size)
+            if admitted:
+                is_last = not self.queue.waiting(batch.bucket)
                 max_steps = _NO_LIMIT if is_last else 0
                 batch.decode(admitted, max_steps=max_steps, stop_after=_NO_LIMIT)
                 if is_last:
@@ -264,21 +304,15 @@ class Scheduler:
         for batch in self.batches:
             batch.read()
 
-    def _num_admissible(self, batch: RunningBatch, *, is_only_busy: bool) -> int:
+    def _num_admissible(self, batch: RunningBatch, num_idle: int, *, is_only_busy: bool) -> int:
         """Return the maximum number of sentences to admit: one for each idle row. If no other
         bucket has work, a full batch of encoded sentences can wait for rows in ``decode``.
         """
         count = batch.encode_batch_size
-        is_full = len(self._waiting[batch.bucket].next_group()) >= count
+        is_full = self.queue.largest_batch(batch.bucket) >= count
         if is_only_busy and is_full and batch.num_rows == batch.bucket.rows:
             return count
-        return min(count, batch.num_rows - len(batch.running))
-
-    def _admit(self, batch: RunningBatch, count: int) -> list[Task]:
-        """Take up to ``count`` waiting sentences of one padded length, the oldest first."""
-        with self._condition:
-            tasks = self._waiting[batch.bucket].next_group()
-            return [tasks.popleft() for _ in range(min(count, len(tasks)))]
+        return min(count, num_idle)
 
 
 def run_until_idle(schedulers: Sequence[Scheduler]) -> None:

@@ -10,7 +10,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from transformer_jax.decoding.length_buckets import Bucket
-from transformer_jax.decoding.scheduler import Scheduler, SearchFailed
+from transformer_jax.decoding.scheduler import (
+    RunningBatch,
+    Scheduler,
+    SearchFailed,
+    TaskQueue,
+)
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.devices.machine import return_free_memory
 from transformer_jax.errors import UserError, one_line
@@ -21,21 +26,29 @@ logger = logging.getLogger(__name__)
 class Workers:
     """Search threads for one model. Sentences can be submitted at any time, from any thread.
 
-    Each thread runs the ``Scheduler`` of one device. A sentence goes to the device with the fewest
-    unfinished sentences, and stays there. Sentences of short sources are searched, in a few rows,
-    while one more thread compiles searches for long sources, more rows and other devices.
+    Each thread runs the ``Scheduler`` of one device. All take sentences from one queue. Sentences
+    of short sources are searched, in a few rows, while one more thread compiles searches for long
+    sources, more rows and other devices.
 
     Attributes:
       failure: the error that stopped the search, if any; unfinished and later futures raise it.
-      schedulers: one for each device; all have the same buckets.
+      queue: the sentences.
+      schedulers: one for each device.
     """
 
-    def __init__(self, schedulers: Sequence[Scheduler], bucket_of: Callable[[Sentence], Bucket]):
-        """Prepare one thread for each scheduler. ``bucket_of`` finds a sentence's bucket."""
+    def __init__(
+        self,
+        batches_of_devices: Sequence[Sequence[RunningBatch]],
+        bucket_of: Callable[[Sentence], Bucket],
+    ):
+        """Prepare one thread for each device, whose batches have the same buckets in the same
+        order. ``bucket_of`` finds a sentence's bucket.
+        """
         self.failure: SearchFailed | None = None
-        self.schedulers = schedulers
         self._bucket_of = bucket_of
-        self._buckets = [batch.bucket for batch in schedulers[0].batches]
+        self._buckets = [batch.bucket for batch in batches_of_devices[0]]
+        self.queue = TaskQueue(self._buckets)
+        self.schedulers = [Scheduler(batches, self.queue) for batches in batches_of_devices]
         self._threads: list[threading.Thread] = []
         self._compiling: threading.Thread | None = None
 
@@ -64,8 +77,7 @@ class Workers:
     def stop(self, reason: str) -> None:
         """Stop the search. Unfinished and later futures fail with ``reason``."""
         self.failure = self.failure or SearchFailed(reason)
-        for scheduler in self.schedulers:
-            scheduler.stop(self.failure)
+        self.queue.stop(self.failure)
 
     def close(self) -> None:
         """Stop the search threads. A compilation in progress ends by itself."""
@@ -91,15 +103,12 @@ class Workers:
         """
         if not self._threads:
             raise UserError("The search has not started; call start() first.")
-        bucket = self.bucket_of(sentence)
-        ready = [each for each in self.schedulers if each.is_ready(bucket)] or self.schedulers[:1]
-        scheduler = min(ready, key=lambda scheduler: scheduler.num_unfinished)
-        return scheduler.submit(sentence, bucket)
+        return self.queue.submit(sentence, self.bucket_of(sentence))
 
     @property
     def num_waiting(self) -> int:
         """Number of sentences waiting for a batch row."""
-        return sum(scheduler.num_waiting for scheduler in self.schedulers)
+        return self.queue.num_waiting
 
     @property
     def num_running(self) -> int:

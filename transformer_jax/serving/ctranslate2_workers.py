@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax import Bucket, Hypothesis, Sentence, Translator, UserError
-from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task
+from transformer_jax.decoding.scheduler import RunningBatch, Task
 from transformer_jax.decoding.workers import Workers
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import needs_extra
@@ -35,7 +35,7 @@ def ctranslate2_workers(translator: Translator, folder: Path) -> Workers:
     bucket = Bucket((engine.longest_source,), max(1, translator.config.batch_size // num_threads))
     model = CTranslate2Model(translator, folder, num_threads)
     return Workers(
-        [Scheduler([CTranslate2Batch(model, bucket)]) for _ in range(num_threads)],
+        [[CTranslate2Batch(model, bucket)] for _ in range(num_threads)],
         lambda sentence: bucket._replace(terms=engine.bucket_of(sentence).terms),
     )
 

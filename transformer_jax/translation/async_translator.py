@@ -13,7 +13,6 @@ from typing import Any, Self
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import EngineBatch
 from transformer_jax.decoding.length_buckets import padded_length
-from transformer_jax.decoding.scheduler import Scheduler
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.workers import Workers
 from transformer_jax.pretrained.loading import local_workdir
@@ -48,11 +47,11 @@ class AsyncTranslator:
         self.config = translator.config
         engines = translator.engines
         buckets = engines[0].buckets_with_terms(max_terms)
-        schedulers = [
-            Scheduler([EngineBatch(engine, bucket, is_resizable=True) for bucket in buckets])
+        batches = [
+            [EngineBatch(engine, bucket, is_resizable=True) for bucket in buckets]
             for engine in engines
         ]
-        self.workers = Workers(schedulers, engines[0].bucket_of)
+        self.workers = Workers(batches, engines[0].bucket_of)
         scorer_config = replace(self.config, batch_size=_ALIGN_BATCH_SIZE)
         self._scorer = Scorer(translator.model, translator.tokenizer, scorer_config)
         self._align_executor = ThreadPoolExecutor(1, thread_name_prefix="align")
