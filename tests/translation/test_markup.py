@@ -246,12 +246,23 @@ def test_any_html_is_spelled_exactly(text):
         ("<xliff version='1.2'><file/></xliff>", "The document is XLIFF; expected a document."),
         ("<!DOCTYPE TS><TS><source>one</source></TS>", "is a Qt translation file"),
         ("<resources><string name='x'>one</string></resources>", "an Android resource file"),
+        ("<resources><plurals name='x'/></resources>", "an Android resource file"),
         ("<tmx><body/></tmx>", "is TMX"),
+        ("<x:xliff xmlns:x='urn:oasis:names:tc:xliff:document:2.0'/>", "is XLIFF"),
+        ("<?xml version='1.0'?><martif type='TBX'/>", "is TBX"),
+        ("<root><resheader name='version'/><data/></root>", "a .NET resource file"),
+        ("<plist version='1.0'><dict/></plist>", "an Apple property list"),
     ],
 )
 def test_other_xml_is_an_error(text, message):
     with pytest.raises(UserError, match=re.escape(message)):
         Document(text, "xml", TOKENIZER)
+
+
+@pytest.mark.parametrize("root", ["resources", "root", "ts"])
+def test_a_document_can_have_any_root(root):
+    document = Document(f"<{root}><p>one two</p></{root}>", "xml", TOKENIZER)
+    assert [line.text for line in document.lines] == ["one two"]
 
 
 @pytest.mark.parametrize(

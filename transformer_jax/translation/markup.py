@@ -44,7 +44,7 @@ class Document:
           name: stands in messages.
 
         Raises:
-          UserError: XML is not well-formed, or is a file of translations, such as XLIFF.
+          UserError: XML is not well-formed, or a file of strings, such as XLIFF.
         """
         self._text = text
         self._tokenizer = tokenizer

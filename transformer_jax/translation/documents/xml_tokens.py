@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from html.entities import html5
 from typing import Any
@@ -12,13 +13,19 @@ import numpy as np
 from transformer_jax.errors import UserError
 from transformer_jax.translation.documents.tokens import Kind, MarkupToken
 
-_TRANSLATION_FILE_FORMATS = {
-    "xliff": "XLIFF",
-    "tmx": "TMX",
-    "TS": "a Qt translation file",
-    "resources": "an Android resource file",
+_FILES_OF_STRINGS = {
+    "xliff": ("XLIFF", ""),
+    "tmx": ("TMX", ""),
+    "martif": ("TBX", ""),
+    "tbx": ("TBX", ""),
+    "ts": ("a Qt translation file", "<source"),
+    "resources": ("an Android resource file", "<(string|plurals)"),
+    "root": ("a .NET resource file", "<resheader"),
+    "plist": ("an Apple property list", ""),
 }
-"""Root elements of formats that keep sources and translations of strings, and escape them."""
+"""Formats of strings with keys, translations or escapes of their own: the name of the root element
+in lower case, what the file is, and a regular expression of what it contains.
+"""
 _FRAGMENT = "<fragment>"
 _PREDEFINED_ENTITIES = frozenset(["amp", "lt", "gt", "quot", "apos"])
 
@@ -27,8 +34,8 @@ def xml_tokens(text: str, name: str) -> list[MarkupToken]:
     """Return the tokens of an XML document, or of a fragment of one: text with elements in it.
 
     Raises:
-      UserError: the text is not well-formed, or its root element belongs to a format of translation
-        files. The message begins with ``name``.
+      UserError: the text is not well-formed, or a file of strings, such as XLIFF. The message
+        begins with ``name``.
     """
     is_fragment = False
     try:
@@ -49,11 +56,11 @@ def xml_tokens(text: str, name: str) -> list[MarkupToken]:
             f"{name} is not well-formed XML ({expat.ErrorString(failure.code)}: line "
             f"{failure.lineno}, column {max(0, column) + 1}); correct it, or read it as HTML."
         ) from None
-    if reader.root in _TRANSLATION_FILE_FORMATS and (
-        reader.root != "resources" or "<string" in text
-    ):
+    root = reader.root.rpartition(":")[2].lower()  # without the prefix of a namespace
+    file_format, content = _FILES_OF_STRINGS.get(root, ("", ""))
+    if file_format and re.search(content, text):
         raise UserError(
-            f"{name} is {_TRANSLATION_FILE_FORMATS[reader.root]}; expected a document. "
+            f"{name} is {file_format}; expected a document. "
             "Extract the source strings, for example to JSONL, translate those, and write the "
             "translations into the file."
         )
