@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from transformer_jax import Translation
+from transformer_jax.translation.documents.formats import FormatName
 from transformer_jax.translation.output_formats import OutputFields, output_values
 
 CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded"
@@ -25,7 +26,7 @@ class Query(BaseModel):
     """Source language; can be auto if only one fits the target."""
     target: str = Field(examples=["de"])
     """Target language."""
-    format: Literal["text", "html", "xml"] = "text"
+    format: Literal["text", FormatName] = "text"
     """Format of the texts."""
     alternatives: int = Field(0, ge=0)
     """Number of alternatives, less than the beam size."""

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -16,6 +16,7 @@ from transformer_jax.settings.checks import Positive, Rule, Section
 from transformer_jax.settings.config import Config, DecodingConfig
 from transformer_jax.settings.config_files import load_config_file
 from transformer_jax.storage.files import check_not_input, existing_folder, is_url
+from transformer_jax.translation.documents.formats import FORMATS, FormatName
 from transformer_jax.translation.input_file import Format
 from transformer_jax.translation.output_formats import FIELD_NAMES, OutputFlags
 from transformer_jax.translation.requests import check_patterns
@@ -34,7 +35,7 @@ class Files(Section, prefix="--"):
     format: Format = "text"
     """text: one sentence per line. jsonl: one JSON object per line; its other fields are kept.
     html, xml: the input is one document."""
-    markup: Literal["html", "xml"] | None = None
+    markup: FormatName | None = None
     """Text and JSONL: the text of each line is a document in this format."""
     protect: tuple[str, ...] = ()
     """HTML and XML: regular expressions of more text that passes unchanged, such as '[0-9]+'.
@@ -89,9 +90,14 @@ class Files(Section, prefix="--"):
         return int(number), int(count)
 
     @property
+    def is_document(self) -> bool:
+        """Whether the whole input is a document."""
+        return self.format in FORMATS
+
+    @property
     def has_markup(self) -> bool:
         """Whether the texts are documents."""
-        return bool(self.markup) or self.format in ("html", "xml")
+        return bool(self.markup) or self.is_document
 
 
 @dataclass(frozen=True)
@@ -165,8 +171,7 @@ def _check_combinations(arguments: Arguments) -> None:
             "--nbest, --alignments, --token-scores and --score-targets do not apply to HTML and "
             "XML; omit them."
         )
-    is_document = files.format in ("html", "xml")
-    if is_document and (files.resume or files.shard != "0/1" or scoring.reference):
+    if files.is_document and (files.resume or files.shard != "0/1" or scoring.reference):
         raise UserError(
             f"--resume, --shard and --reference do not apply to --format {files.format}, because "
             "the input is one document; omit them."

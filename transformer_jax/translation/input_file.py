@@ -13,11 +13,12 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 
 from transformer_jax.data.sources import read_lines, read_text
 from transformer_jax.errors import UserError
+from transformer_jax.translation.documents.formats import FORMATS, FormatName
 from transformer_jax.translation.requests import Request, check_text
 
 logger = logging.getLogger(__name__)
 
-Format: TypeAlias = Literal["text", "jsonl", "html", "xml"]
+Format: TypeAlias = Literal["text", "jsonl", FormatName]
 """Format of a file: a sentence per line, a JSON object per line, or one document."""
 
 
@@ -38,7 +39,7 @@ def read_records(
     format: Format = "text",
     text_field: str = "text",
     *,
-    markup: Literal["html", "xml"] | None = None,
+    markup: FormatName | None = None,
     shard: tuple[int, int] = (0, 1),
     targets: str | Path | None = None,
 ) -> Iterator[Record]:
@@ -55,7 +56,7 @@ def read_records(
         ``targets`` have different numbers of lines. The message includes the line number.
     """
     name = str(source if isinstance(source, str | Path) else getattr(source, "name", "the input"))
-    if format in ("html", "xml"):
+    if format in FORMATS:
         text = read_text(source)
         _warn_of_charset(text, name)
         yield Record(text, format=format, number=1)

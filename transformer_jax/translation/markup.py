@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.documents.formats import FORMATS, FormatName
 from transformer_jax.translation.documents.items import document_items, lines_of_items
 from transformer_jax.translation.documents.line import DocumentLine
 from transformer_jax.translation.documents.placeholders import PLACEHOLDERS
@@ -29,7 +30,7 @@ class Document:
     def __init__(
         self,
         text: str,
-        format: str,
+        format: FormatName,
         tokenizer: Tokenizer,
         *,
         protect: Sequence[str] = PLACEHOLDERS,
@@ -38,7 +39,7 @@ class Document:
         """Read a document.
 
         Args:
-          format: html or xml.
+          format: a name in ``FORMATS``.
           protect: regular expressions of placeholders, which match the text without character
             references.
           name: stands in messages.
@@ -48,7 +49,7 @@ class Document:
         """
         self._text = text
         self._tokenizer = tokenizer
-        self._is_html = format == "html"
+        self._format = FORMATS[format]
         self._protect = tuple(protect)
 
         @cache
@@ -57,7 +58,7 @@ class Document:
             return tokenizer.source.unk_id not in ids
 
         self.lines = list[DocumentLine]()
-        for items in lines_of_items(document_items(text, self._is_html, name)):
+        for items in lines_of_items(document_items(text, self._format, name)):
             line = DocumentLine(text, items, can_copy, protect)
             if line.has_letters:
                 self.lines.append(line)
@@ -71,6 +72,6 @@ class Document:
         for line, translation in zip(self.lines, translations):
             target = TargetLine(line, translation, self._tokenizer, self._protect)
             parts.append(self._text[end : line.start])
-            parts.append(TargetWriter(line, target, self._is_html).write())
+            parts.append(TargetWriter(line, target, self._format.escape).write())
             end = line.end
         return "".join([*parts, self._text[end:]])

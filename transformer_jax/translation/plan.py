@@ -329,12 +329,10 @@ class Planner:
     def _make_plan(
         self, parts: _PartMaker, request: Request, divided: bool | None, protect: Sequence[str]
     ) -> Plan:
-        is_document = request.format != "text"
-        if divided is None and not is_document:
-            blank = not request.text.strip()
-            return Plan(request, [Line([] if blank else [parts.make(request.text)])])
         text = request.text.removeprefix(parts.tag)
-        if not is_document:
+        if request.format == "text":
+            if divided is None:
+                return Plan(request, [Line([parts.make(text)] if text.strip() else [])])
             pieces = divide(text, language=parts.language) if divided else as_one_sentence(text)
             return Plan(request, [parts.line(pieces)])
         document = Document(

@@ -11,6 +11,7 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.languages import Affixes
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.alignment import Alignment
+from transformer_jax.translation.documents.formats import FormatName
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ class Request:
     """Language code of the text, for a many-to-many model; '': the tokenizer's default."""
     target_language: str = ""
     """Language code of the translation; '': the tokenizer's default."""
-    format: Literal["text", "html", "xml"] = "text"
+    format: Literal["text", FormatName] = "text"
     """Format of the text and its translation. HTML and XML are divided into sentences."""
     glossary: GlossaryTerms = field(default_factory=dict, hash=False)
     """Target terms that the translation must contain, by source term, if that is in the text."""

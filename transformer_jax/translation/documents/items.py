@@ -10,52 +10,15 @@ from html import unescape
 from itertools import pairwise
 from typing import Literal
 
-from transformer_jax.translation.documents.html_tokens import html_tokens
-from transformer_jax.translation.documents.placeholders import (
-    template_tags,
-    without_template_tags,
-)
+from transformer_jax.translation.documents.formats import DocumentFormat
+from transformer_jax.translation.documents.placeholders import template_tags
 from transformer_jax.translation.documents.tokens import MarkupToken, name_set
-from transformer_jax.translation.documents.xml_tokens import xml_tokens
 
-_INLINE = re.compile(
-    "a|abbr|acronym|b|bd[io]|big|cite|code|data|del|dfn|em|embed|font|i|img|input|ins|kbd|label|"
-    "mark|math|nobr|q|r[bpt]|rtc|ruby|s|samp|small|span|strike|strong|su[bp]|svg|time|tt|u|var|wbr|"
-    ".*-.*"
-)
-"""HTML elements that do not divide a text into lines."""
 FORMATTING = name_set(
     "a b bdi bdo big bold del em emphasis font hi i ins italic mark nobr s small strike strong tt "
     "u wbr"
 )
 """Elements that can begin or end inside a word."""
-_UNTRANSLATED_HTML = name_set("code math pre script style svg textarea")
-_UNTRANSLATED_XML = name_set(
-    "code cmdsynopsis funcsynopsis math pre programlisting screen script style synopsis"
-)
-_TAGS_ENDING_P = (
-    "address article aside blockquote center details dialog dir div dl fieldset figcaption figure "
-    "footer form h1 h2 h3 h4 h5 h6 header hgroup hr main menu nav ol p pre search section summary "
-    "table ul"
-)
-_TABLE_SECTIONS = "thead tbody tfoot"
-_IMPLIED_ENDS = {
-    "li": ("li", "ul ol menu"),
-    "dt dd": ("dt dd", "dl"),
-    "option": ("option", "select datalist optgroup"),
-    "optgroup": ("option optgroup", "select"),
-    "rt rp": ("rt rp", "ruby"),
-    "td th": ("td th", "table"),
-    "tr": ("tr td th", "table"),
-    _TABLE_SECTIONS: (f"{_TABLE_SECTIONS} tr td th caption colgroup", "table"),
-    _TAGS_ENDING_P: ("p", "button caption object td template th"),
-}
-_ENDED_BY_START_TAG = {
-    name: (name_set(ended), name_set(barriers))
-    for starts, (ended, barriers) in _IMPLIED_ENDS.items()
-    for name in name_set(starts)
-}
-"""HTML start tags, with the open elements that they end, unless one of others is in between."""
 # Depth of the elements that a start tag may end.
 _MAX_DEPTH = 256
 # Tags and atoms of a line; more take long to place.
@@ -85,13 +48,12 @@ class Item:
     """Place in the document of each character of the text, and the end."""
 
 
-def document_items(text: str, is_html: bool, name: str) -> list[Item]:
+def document_items(text: str, format: DocumentFormat, name: str) -> list[Item]:
     """Read a document. Tags that are not between two borders, as their partner is, are borders.
 
-    Raises ``UserError`` for XML that is not well-formed. ``name`` is for messages.
+    Raises ``UserError`` for a document that its format does not allow. ``name`` is for messages.
     """
-    tokens = list(html_tokens(without_template_tags(text))) if is_html else xml_tokens(text, name)
-    tree = _Tree(text, tokens, is_html)
+    tree = _Tree(text, format.read_tokens(text, name), format)
     return _divide_elements_at_borders(_items(text, tree))
 
 
@@ -105,9 +67,9 @@ class _Tree:
       preserves_space: whether white space counts.
     """
 
-    def __init__(self, text: str, tokens: Sequence[MarkupToken], is_html: bool):
+    def __init__(self, text: str, tokens: Sequence[MarkupToken], format: DocumentFormat):
         self.tokens = tokens
-        self.is_html = is_html
+        self._format = format
         self.matching_tags = [-1] * len(tokens)
         self.parents = list[int]()
         self.is_translated = list[bool]()
@@ -119,10 +81,9 @@ class _Tree:
         for index, token in enumerate(tokens):
             if token.kind == "close":
                 self._close(index)
-            elif is_html and token.name in _ENDED_BY_START_TAG:
+            elif token.name in format.ended_by_start_tag:
                 self._end_implied(token.name)
             self._add_token(index)
-        # In XML, an element is inline if its parent has text of its own.
         self._with_own_text = {
             parent
             for token, parent in zip(tokens, self.parents)
@@ -134,8 +95,8 @@ class _Tree:
         token = self.tokens[index]
         if token.kind in ("open", "close") and self.matching_tags[index] < 0:
             return False
-        if self.is_html:
-            return bool(_INLINE.fullmatch(token.name))
+        if self._format.inline_names is not None:
+            return bool(self._format.inline_names.fullmatch(token.name))
         first = min(index, self.matching_tags[index]) if token.kind == "close" else index
         return self.parents[first] in self._with_own_text
 
@@ -154,8 +115,7 @@ class _Tree:
         if token.kind == "open":
             self._stack.append(index)
             self._open_names[token.name] += 1
-            untranslated = _UNTRANSLATED_HTML if self.is_html else _UNTRANSLATED_XML
-            if token.name in untranslated:
+            if token.name in self._format.untranslated:
                 is_translated = False
             if token.translate is not None:
                 is_translated = token.translate
@@ -189,7 +149,7 @@ class _Tree:
 
     def _end_implied(self, name: str) -> None:
         """Close the elements that the start tag of another ends."""
-        ended, barriers = _ENDED_BY_START_TAG[name]
+        ended, barriers = self._format.ended_by_start_tag[name]
         if not any(self._open_names[each] for each in ended):
             return
         depth_kept = len(self._stack)

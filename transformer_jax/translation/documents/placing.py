@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 # Strength of the link of a placeholder to its copy.
 _COPY_STRENGTH = 1e3
 _EXCLUDED_SCORE = -1e9
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class TargetLine:
@@ -183,10 +181,11 @@ def _relative_links(sources: Sequence[str], targets: Sequence[str]) -> np.ndarra
 class TargetWriter:
     """Writes the translation of a line with its marks."""
 
-    def __init__(self, line: DocumentLine, target: TargetLine, is_html: bool):
+    def __init__(self, line: DocumentLine, target: TargetLine, escape: Callable[[str], str]):
+        """``escape`` spells text as the document has it."""
         self._line = line
         self._target = target
-        self._is_html = is_html
+        self._escape = escape
         self._owners_T = np.zeros(len(target.units), int)
         self._mark_ids: dict[Mark, int] = {line.root: 0}
         self._children: dict[Mark, list[Mark]] = {line.root: []}
@@ -316,10 +315,6 @@ class TargetWriter:
             if unit.text == original.text and is_safe:
                 return source_text
         return self._escape(unit.text)
-
-    def _escape(self, text: str) -> str:
-        escaped = html.escape(text, quote=False)
-        return escaped if self._is_html else _NOT_XML.sub("", escaped)
 
     def _write_gap(self, index: int, pieces: Sequence[MarkupPiece]) -> str:
         """Return the pieces of a gap with white space. A gap between the words that it separates in
