@@ -27,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.in_turn import Table, finish, parser
-from transformer_jax.data.sources import read_lines
+from transformer_jax.data.text_files import read_lines
 from transformer_jax.translation.glossary import read_glossary
 
 

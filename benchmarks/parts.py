@@ -143,7 +143,7 @@ def start_search(job: Answer) -> Engine:
     import numpy as np
 
     from transformer_jax import Sentence, Translator
-    from transformer_jax.data.sources import read_lines
+    from transformer_jax.data.text_files import read_lines
 
     settings = {"beam_size": 4, "length_penalty": 0.6, "length_offset": 0.0}
     translator = Translator.from_workdir(job["workdir"], batch_size=job["pairs"], **settings)

@@ -227,7 +227,7 @@ def main() -> None:
 
 def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> Table:
     """Start all servers, and measure each load."""
-    from transformer_jax.data.sources import read_lines
+    from transformer_jax.data.text_files import read_lines
 
     settings = export(str(arguments.workdir), folder, arguments.engines, arguments.flags)
     servers = dict[str, Server]()

@@ -36,6 +36,7 @@ TRUNK = [
     "tokenization.subword_model",
     "tokenization.tokenizer",
     "tokenization.words",
+    "data.text_files",
     "data.files",
     "data.sources",
     "data.tokenize",

@@ -4,7 +4,8 @@ from .cli import flag_values, parse_flags, run_program
 from .data.batching import Batch, BatchPlan
 from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
-from .data.sources import read_lines, read_pairs
+from .data.sources import read_pairs
+from .data.text_files import read_lines
 from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
 from .decoding.devices import devices_for_rows

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
+from transformer_jax.data.sources import ParallelText, read_pairs
+from transformer_jax.data.text_files import read_lines
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import PairsConfig
 

@@ -29,7 +29,7 @@ from reference_search import EOS, Rules, reference_search
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transformer_jax.data.sources import read_lines
+from transformer_jax.data.text_files import read_lines
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.model.transformer import abstract_model

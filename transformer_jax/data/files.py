@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
+from transformer_jax.data.text_files import COMPRESSED_SUFFIXES
 from transformer_jax.errors import UserError
 from transformer_jax.storage.files import AnyPath, is_url, kind_of, remote_path, to_path
 
@@ -24,7 +25,7 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
 
     Relative names start from the folder or URL ``root``. The name of an existing file is never
     treated as a glob. Raises ``UserError`` if a glob does not match any files, or matches a file
-    and its ``.gz`` copy.
+    and its compressed copy.
     """
     name = os.path.expanduser(name)
     root = os.path.expanduser(root)
@@ -48,7 +49,7 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
         )
     names = {str(file) for file in files}
     for file in files:
-        if f"{file}.gz" in names:
+        if any(f"{file}{suffix}" in names for suffix in COMPRESSED_SUFFIXES):
             raise UserError(
                 f"{name!r} matches both {str(file)!r} and its compressed copy, so every line would "
                 "count twice. Remove or rename one of the two files, or use a narrower glob."

@@ -1,28 +1,22 @@
 """Sentence pairs from text, TSV, JSONL and Parquet files, or from TensorFlow Datasets.
 
-All sources are streamed; files are never loaded into memory as a whole. Only "\\n" ends a line of
-text (``str.splitlines`` would also split at control characters inside sentences). One "\\r" before
-it is dropped.
+All sources are streamed; files are never loaded into memory as a whole.
 """
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import hashlib
-import io
 import json
 import re
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice, zip_longest
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from transformer_jax.data.files import find_files
+from transformer_jax.data.text_files import decoded_lines, hashed_lines, open_file
 from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
 from transformer_jax.settings.config import PairsConfig
-from transformer_jax.storage.files import AnyPath, parse_object, to_path
+from transformer_jax.storage.files import AnyPath, parse_object
 
 _Example = tuple[str, Mapping[str, Any]]  # name in messages, fields
 
@@ -104,7 +98,7 @@ class ParallelText:
             fields += [examples.dataset_info.full_name, len(examples)]
         for file in chain.from_iterable(zip(*self.files)):
             if file not in self.hashes:
-                with _opened(file) as stream:
+                with open_file(file) as stream:
                     self.hashes[file] = hashlib.file_digest(stream, "sha256").hexdigest()
             fields.append(self.hashes[file])
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
@@ -114,7 +108,7 @@ class ParallelText:
         their alignments if given.
         """
         for files in self.files:
-            sides = [_decoded(_hashed(file, self.hashes), str(file)) for file in files]
+            sides = [decoded_lines(hashed_lines(file, self.hashes), str(file)) for file in files]
             for number, lines in enumerate(zip_longest(*sides), 1):
                 if None in lines:
                     counts = []
@@ -157,7 +151,7 @@ class ParallelText:
 
     def _read_lines(self, file: AnyPath) -> Iterator[_Example]:
         """Yield the lines of a TSV or JSONL file. The fields of TSV are numbered from 1."""
-        lines = _decoded(_hashed(file, self.hashes), str(file))
+        lines = decoded_lines(hashed_lines(file, self.hashes), str(file))
         for number, line in enumerate(lines, 1):
             place = f"{file}, line {number}"
             if self.config.kind == "jsonl":
@@ -173,7 +167,7 @@ class ParallelText:
 
         columns = [*self._fields, *(f"translation.{field}" for field in self._fields)]
         try:
-            with _opened(file) as stream:
+            with open_file(file) as stream:
                 # With a buffer and no pre-buffering, memory does not grow with the row groups.
                 reader = parquet.ParquetFile(stream, buffer_size=2**23, pre_buffer=False)
                 empty = {
@@ -253,82 +247,3 @@ def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]
     datasets. Missing files raise an error immediately; invalid lines raise one when they are read.
     """
     return ParallelText(config, root).pairs()
-
-
-def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
-    """Yield the lines of a file, URL or stream without line endings. Decompresses ``.gz`` files.
-
-    Raises ``UserError`` with the file name and line number if a line is not UTF-8.
-    """
-    return _read(source)
-
-
-def read_text(source: str | AnyPath | BinaryIO) -> str:
-    """Return the text of a file, URL or stream exactly, with its line endings and byte order mark.
-
-    Raises the same errors as ``read_lines``.
-    """
-    return "".join(_read(source, exact=True))
-
-
-def _read(source: str | AnyPath | BinaryIO, *, exact: bool = False) -> Iterator[str]:
-    """Yield lines; ``exact`` keeps their endings and a byte order mark."""
-    path = to_path(source) if isinstance(source, str) else source
-    if hasattr(path, "open"):
-        with _opened(cast("AnyPath", path)) as stream:
-            yield from _decoded(stream, str(path), exact=exact)
-    else:
-        name = str(getattr(path, "name", "the input"))
-        yield from _decoded(cast(BinaryIO, path), name, exact=exact)
-
-
-@contextmanager
-def _opened(path: AnyPath) -> Iterator[io.BufferedIOBase]:
-    """Open a file, and decompress it if its name ends in .gz."""
-    name = str(path)
-    try:
-        with path.open("rb") as file:
-            # Reading lines of files in object stores is slow without a buffer.
-            buffered = io.BufferedReader(cast(Any, file), 2**20)
-            yield gzip.GzipFile(fileobj=buffered) if name.endswith(".gz") else buffered
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(
-            f"File {name!r} is corrupt or not a gzip file ({error}); expected gzip data, "
-            "because its name ends in .gz."
-        ) from None
-
-
-def _hashed(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[bytes]:
-    """Yield the lines of a file, then store its hash in ``hashes``."""
-    digest = hashlib.sha256()
-    with _opened(path) as stream:
-        for line in stream:
-            digest.update(line)
-            yield line
-    hashes[path] = digest.hexdigest()
-
-
-def _likely_encoding(line: bytes) -> str:
-    """Name the encoding of a line that is not UTF-8: UTF-16 by its mark, or a single-byte one."""
-    is_utf_16 = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return "UTF-16" if is_utf_16 else "WINDOWS-1252"
-
-
-def _decoded(stream: Iterable[bytes], name: str, *, exact: bool = False) -> Iterator[str]:
-    """Yield the lines of a stream as text. Unless ``exact``, without their endings and without a
-    byte order mark.
-    """
-    for number, line in enumerate(stream, 1):
-        if not exact:
-            line = line.removesuffix(b"\n").removesuffix(b"\r")
-        if number == 1 and not exact:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        try:
-            text = line.decode()
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8. If the file "
-                f"has another encoding, convert it: iconv -f {_likely_encoding(line)} -t UTF-8. "
-                "Otherwise, fix the line."
-            ) from None
-        yield text

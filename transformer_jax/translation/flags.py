@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from transformer_jax.cli import flag_values, parse_flags
+from transformer_jax.data.text_files import COMPRESSED_SUFFIXES
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Positive, Rule, Section
 from transformer_jax.settings.config import Config, DecodingConfig
@@ -73,7 +74,7 @@ class Files(Section, prefix="--"):
         )
         yield (
             "output",
-            not (self.output or "").endswith(".gz"),
+            not (self.output or "").endswith(COMPRESSED_SUFFIXES),
             "a name without .gz, because output is not compressed",
         )
         yield (

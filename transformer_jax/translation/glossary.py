@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from transformer_jax.data.sources import read_lines
+from transformer_jax.data.text_files import read_lines
 from transformer_jax.decoding.lexical_constraints import term_table
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.subword_model import SubwordModel

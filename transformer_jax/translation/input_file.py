@@ -11,7 +11,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
-from transformer_jax.data.sources import read_lines, read_text
+from transformer_jax.data.text_files import read_lines, read_text
 from transformer_jax.errors import UserError
 from transformer_jax.translation.documents.formats import FORMATS, FormatName
 from transformer_jax.translation.requests import Request, check_text

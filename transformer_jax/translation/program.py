@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeAlias
 
-from transformer_jax.data.sources import read_lines
+from transformer_jax.data.text_files import read_lines
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import Config
 from transformer_jax.translation.flags import Arguments, checked_flags
