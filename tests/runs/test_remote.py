@@ -15,7 +15,8 @@ import jax
 import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
-from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
+from transformer_jax.data.sources import ParallelText, read_pairs
+from transformer_jax.data.text_files import read_lines
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.loading import load_model, local_workdir
 from transformer_jax.runs import remote_workdir
@@ -26,7 +27,7 @@ from transformer_jax.storage.files import files_in, remote_path
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
-from transformer_jax.translation.flags import local_copy
+from transformer_jax.translation.flags import checked_flags
 
 URL = "memory://bucket/run"
 
@@ -415,7 +416,8 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(run(2), "~/run", devices=ONE)
     assert local_workdir("~/run") == tmp_path / "run"
-    assert local_copy("~/run") == str(tmp_path / "run")
+    arguments, _ = checked_flags(["--workdir=~/run"])  # of decode.py
+    assert arguments.workdir == (str(tmp_path / "run"),)
     settings = TokenizerConfig(model="~/run/tokenizer.model")
     assert Tokenizer.train([], settings).fingerprint == Tokenizer.load("run").fingerprint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -12,7 +12,7 @@ import pytest
 
 from transformer_jax.errors import UserError
 from transformer_jax.translation.input_file import read_records
-from transformer_jax.translation.output_file import count_complete_sentences, open_output
+from transformer_jax.translation.output_file import count_complete_records, open_output
 from transformer_jax.translation.output_formats import OutputFlags, output_writer
 from transformer_jax.translation.requests import Translation, blocks
 
@@ -37,7 +37,10 @@ def run(source, path, *, nbest=1, format="text", stop=None, shard=(0, 1), resume
     records = read_records(source, format, shard=shard)
     with (
         contextlib.suppress(Killed),
-        open_output(str(path), resume=resume, numbered=writer.numbered) as (write, kept),
+        open_output(str(path), resume=resume, record_of_line=writer.record_of_line) as (
+            write,
+            kept,
+        ),
     ):
         to_do = islice(records, kept, None)
         answers = ((r, translate(r, nbest)) for block in blocks(to_do, 6) for r in block)
@@ -63,8 +66,10 @@ def test_a_whole_run_leaves_only_its_output(kind, tmp_path):
     source, arguments = kind
     assert run(source, tmp_path / "out", resume=True, **arguments) == 0  # nothing to resume
     assert sorted(p.name for p in tmp_path.iterdir()) == ["input", "out"]
-    numbered = arguments == {"format": "text", "nbest": 3}
-    assert count_complete_sentences(tmp_path / "out", numbered=numbered)[0] == 25 - numbered
+    writer = output_writer(OutputFlags(nbest=arguments["nbest"]), arguments["format"])
+    assert (writer.record_of_line is not None) == (arguments == {"format": "text", "nbest": 3})
+    num_complete, _ = count_complete_records(tmp_path / "out", writer.record_of_line)
+    assert num_complete == (24 if writer.record_of_line else 25)
     run(source, tmp_path / "whole", **arguments)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
 

@@ -137,7 +137,7 @@ def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, Config]:
     Raises:
         UserError: invalid values, or a work directory without a config.
     """
-    workdirs = tuple(local_copy(workdir) for workdir in flag_values(argv, "workdir"))
+    workdirs = tuple(_local_folder(workdir) for workdir in flag_values(argv, "workdir"))
     config = load_config_file(workdirs[0]) if workdirs else Config()
     arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding})
     arguments = _with_dependent_defaults(replace(arguments, workdir=workdirs))
@@ -195,7 +195,7 @@ def _with_dependent_defaults(arguments: Arguments) -> Arguments:
     return replace(arguments, files=files, results=results, search=search)
 
 
-def local_copy(workdir: str) -> str:
+def _local_folder(workdir: str) -> str:
     """Return the local path of a work directory; a URL is copied to this machine."""
     if is_url(workdir):
         from transformer_jax.pretrained.loading import local_workdir  # imports JAX

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from transformer_jax.storage.files import locked
+from transformer_jax.translation.output_formats import RecordOfLine
 
 logger = logging.getLogger(__name__)
 
@@ -20,18 +21,18 @@ WriteFunction: TypeAlias = Callable[[str], None]
 
 @contextmanager
 def open_output(
-    path: str | None, *, resume: bool = False, numbered: bool = False
+    path: str | None, *, resume: bool = False, record_of_line: RecordOfLine | None = None
 ) -> Iterator[tuple[WriteFunction, int]]:
-    """Open the output. Yields a function that writes the lines of one sentence, and the number of
-    sentences already in the file.
+    """Open the output. Yields a function that writes the lines of one record, and the number of
+    records already in the file.
 
     The function flushes its lines before it returns. If the process is killed, only the last line
     of the file can be incomplete.
 
     Args:
       path: file, device or named pipe; None means stdout.
-      resume: keep the complete sentences in the file; otherwise the file is overwritten.
-      numbered: a sentence may have several lines, ``number ||| ...``.
+      resume: keep the complete records in the file; otherwise the file is overwritten.
+      record_of_line: see ``output_formats.Writer``.
 
     Raises:
         UserError: another process is writing the file.
@@ -50,7 +51,7 @@ def open_output(
             )
             stack.enter_context(locked(Path(path), busy_message))
             if resume:
-                num_complete, size = count_complete_sentences(path, numbered=numbered)
+                num_complete, size = count_complete_records(path, record_of_line)
             file.truncate(size)
         try:
             yield partial(_write, file), num_complete
@@ -64,25 +65,31 @@ def open_output(
             raise
 
 
-def count_complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
-    """Count the complete sentences in a file. Returns their number and their size in bytes.
+def count_complete_records(
+    path: str | Path, record_of_line: RecordOfLine | None = None
+) -> tuple[int, int]:
+    """Count the complete records in a file. Returns their number and their size in bytes.
 
-    A last line without a newline does not count. The last sentence of a ``numbered`` file does not
-    count either, because some of its lines may be missing.
+    A last line without a newline does not count. If records can have several lines, the last record
+    does not count either, because some of its lines may be missing.
     """
-    count = start = size = 0  # start: offset of the last sentence
-    last = None
+    count = 0
+    size = 0
+    start = 0  # of the last record
+    last_record: bytes | None = None
     with open(path, "rb") as file:
         for line in file:
-            number = line.partition(b" |||")[0] if numbered else size
             if not line.endswith(b"\n"):
                 break
-            if number != last:
+            record = None if record_of_line is None else record_of_line(line)
+            if record is None or record != last_record:
                 count += 1
                 start = size
-                last = number
+                last_record = record
             size += len(line)
-    return (count - 1, start) if numbered and count else (count, size)
+    if record_of_line is None or not count:
+        return count, size
+    return count - 1, start
 
 
 def _write(file: BinaryIO | FileIO, text: str) -> None:

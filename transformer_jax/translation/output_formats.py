@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from transformer_jax.settings.checks import Few, Section
 from transformer_jax.translation.input_file import Format, Record
@@ -94,11 +94,15 @@ def output_values(
     return values
 
 
+RecordOfLine: TypeAlias = Callable[[bytes], bytes]
+
+
 class Writer(Protocol):
     """Writes the translations of one record in one format."""
 
-    numbered: bool
-    """Whether a record can have several lines, which begin with its number."""
+    record_of_line: RecordOfLine | None
+    """Names the record of a line of output; neighboring lines of one record have the same name.
+    None: each record is one line."""
 
     def text(self, record: Record, translations: Sequence[Translation]) -> str:
         """Return the output for a record, with its line ending."""
@@ -113,12 +117,15 @@ def output_writer(flags: OutputFlags, format: Format, *, log_probs: bool = False
     return DocumentWriter()
 
 
+_SEPARATOR = " ||| "
+
+
 class TextWriter:
     """Plain text: a line for each translation."""
 
     def __init__(self, flags: OutputFlags, *, log_probs: bool = False):
         """``log_probs`` replaces translations with their log-probabilities."""
-        self.numbered = flags.nbest > 1
+        self.record_of_line: RecordOfLine | None = _number_column if flags.nbest > 1 else None
         self._flags = flags
         self._log_probs = log_probs
 
@@ -128,17 +135,21 @@ class TextWriter:
 
     def _line(self, record: Record, translation: Translation) -> str:
         columns = [f"{translation.log_prob:.4f}" if self._log_probs else translation.text]
-        if self.numbered:
+        if self._flags.nbest > 1:
             columns = [str(record.number - 1), *columns, f"{translation.score:.4f}"]
         if self._flags.alignments:
             columns.append(translation.alignment.hard() if translation.alignment else "")
-        return " ||| ".join(columns) + "\n"
+        return _SEPARATOR.join(columns) + "\n"
+
+
+def _number_column(line: bytes) -> bytes:
+    return line.partition(_SEPARATOR.encode())[0]
 
 
 class JsonWriter:
     """JSONL: an object with the fields of the input object, then ``OutputFields``."""
 
-    numbered = False
+    record_of_line: RecordOfLine | None = None
 
     def __init__(self, flags: OutputFlags):
         self._flags = flags
@@ -168,7 +179,7 @@ class JsonWriter:
 class DocumentWriter:
     """HTML and XML: the document."""
 
-    numbered = False
+    record_of_line: RecordOfLine | None = None
 
     def text(self, record: Record, translations: Sequence[Translation]) -> str:
         """Return the document, whose end is that of the input."""

@@ -47,10 +47,8 @@ def decode(argv: Sequence[str] | None) -> None:
     writer = output_writer(
         arguments.results, files.format, log_probs=scoring.score_targets is not None
     )
-    with open_output(files.output, resume=files.resume, numbered=writer.numbered) as (
-        write,
-        num_complete,
-    ):
+    output = open_output(files.output, resume=files.resume, record_of_line=writer.record_of_line)
+    with output as (write, num_complete):
         if num_complete and evaluation:
             raise UserError(
                 f"{files.output} already has {num_complete} sentences, but --reference needs all "
