@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from sacrebleu.metrics import BLEU, CHRF
 
@@ -53,13 +54,30 @@ def evaluate(
     return Evaluation(bleu_score, chrf_score, matches / len(references))
 
 
-METRICS: dict[str, Callable[..., CorpusScore]] = {
-    "bleu": lambda hypotheses, references, tokenize: bleu(
-        hypotheses, references, tokenize=tokenize
+class Metric(NamedTuple):
+    """A metric of the dev set's translations, computed during training."""
+
+    score: Callable[[Sequence[str], Sequence[str], str], CorpusScore]
+    """Takes hypotheses, references and ``training.bleu_tokenize``."""
+    higher_is_better: bool = True
+
+
+METRICS = {
+    "bleu": Metric(
+        lambda hypotheses, references, tokenize: bleu(hypotheses, references, tokenize=tokenize)
     ),
 }
-"""Metrics of the dev set's translations during training, by their names in
-``training.select_by``."""
+"""Metrics by their names in ``training.select_by``."""
+
+
+def selection_score(select_by: str, figures: Mapping[str, Any]) -> float:
+    """Return what ``training.select_by`` maximizes: the metric, or its negative if less is better.
+
+    ``figures`` has the loss and the metrics of an evaluation on the dev set.
+    """
+    value = float(figures[f"dev_{select_by}"])
+    higher_is_better = select_by != "loss" and METRICS[select_by].higher_is_better
+    return value if higher_is_better else -value
 
 
 def bleu(

@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from runs import ONE, changed
 
 from transformer_jax.devices.sharding import make_mesh
 from transformer_jax.errors import UserError
+from transformer_jax.evaluation import selection_score
 from transformer_jax.pretrained.loading import load_model
 from transformer_jax.runs import averaging, manifest
 from transformer_jax.runs import checkpoints as checkpoint_module
@@ -185,7 +187,7 @@ def test_the_number_of_averaged_checkpoints_with_the_lowest_dev_loss(
 def test_an_evaluation_that_is_not_a_number_is_never_the_best(name: str, select_by: str) -> None:
     progress = Progress()
     for step, value in enumerate([math.nan, 2.0, math.nan, 2.0, math.nan], start=1):
-        progress.record_evaluation({name: value}, select_by, step=step)
+        progress.record_evaluation({name: value}, partial(selection_score, select_by), step=step)
     assert (progress.best_step, progress.since_best) == (2, 3)
     assert progress.early_stopping_triggered(3)
 

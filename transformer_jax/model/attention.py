@@ -10,7 +10,7 @@ Array names end with their shapes. The whole package uses these letters:
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ from transformer_jax.errors import UserError
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.matmul import einsum, is_mixed, matmul_dtype
+from transformer_jax.model.matmul import compute_dtype, einsum, is_mixed, matmul_dtype
 from transformer_jax.settings.checks import Fraction, Positive, Size, check_sizes, checked
+from transformer_jax.settings.config import ModelConfig
 
 
 @checked
@@ -181,6 +182,23 @@ class MultiHeadAttention(nnx.Module):
         # Factor of the queries, before their scores are divided by sqrt(d_k).
         self.query_scale = 1.0
         self.sow_weights = False
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, rngs: nnx.Rngs) -> Self:
+        """Create the attention of a layer in a model with this config."""
+        attention = cls(
+            config.d_model,
+            config.num_heads,
+            d_k=config.head_width_k,
+            d_v=config.head_width_v,
+            use_bias=config.attention_bias,
+            dropout=config.attention_dropout,
+            dtype=compute_dtype(config),
+            rngs=rngs,
+        )
+        if not config.attention_scale:
+            attention.query_scale = config.head_width_k**0.5
+        return attention
 
     @checked
     @jax.named_scope("attention")

@@ -17,7 +17,7 @@ from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.matmul import activation_dtype, compute_dtype
 from transformer_jax.model.norms import Norm, Residual
-from transformer_jax.model.positions import RelativeBias, added_positions
+from transformer_jax.model.positions import added_positions, position_biases
 from transformer_jax.settings.checks import Positive, checked
 from transformer_jax.settings.config import ModelConfig
 
@@ -148,22 +148,6 @@ class FeedForward(nnx.Module):
         return self.output(dropout(hidden_BLF, self.dropout, dropout_key))
 
 
-def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
-    attention = MultiHeadAttention(
-        config.d_model,
-        config.num_heads,
-        d_k=config.head_width_k,
-        d_v=config.head_width_v,
-        use_bias=config.attention_bias,
-        dropout=config.attention_dropout,
-        dtype=compute_dtype(config),
-        rngs=rngs,
-    )
-    if not config.attention_scale:
-        attention.query_scale = config.head_width_k**0.5
-    return attention
-
-
 class _Layer(nnx.Module):
     """Attention and feed-forward network, with residual connections."""
 
@@ -172,10 +156,10 @@ class _Layer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build attention, feed-forward network and residual connections from the config."""
         self.remat = config.remat
-        self.self_attention = _attention(config, rngs)
+        self.self_attention = MultiHeadAttention.from_config(config, rngs=rngs)
         self.self_attention_residual = Residual(config)
         if self.has_memory:
-            self.cross_attention = _attention(config, rngs)
+            self.cross_attention = MultiHeadAttention.from_config(config, rngs=rngs)
             self.cross_attention_residual = Residual(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
@@ -266,11 +250,8 @@ class _Stack(nnx.Module):
         self.layers = nnx.List([self.layer(config, rngs=rngs) for _ in range(num_layers)])
         self.final_norm = Norm(config) if config.has_final_norm else None
         self.output_scale = config.d_model**-0.5 if config.output_scale and is_decoder else 1.0
-        num_biases = 0
-        if config.positions == "relative":
-            num_biases = num_layers if config.relative_bias == "layer" else 1  # else for all layers
-        self.relative_biases = nnx.List(
-            RelativeBias(config, bidirectional=not is_decoder, rngs=rngs) for _ in range(num_biases)
+        self.relative_biases = position_biases(
+            config, num_layers, bidirectional=not is_decoder, rngs=rngs
         )
 
     @checked

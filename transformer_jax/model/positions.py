@@ -80,9 +80,23 @@ def added_positions(config: ModelConfig, length: int, learned_LD: Array | None) 
             if config.embedding_scale == "all":
                 learned_LD = learned_LD * config.d_model**0.5
             return learned_LD
-        case "relative":  # see ``RelativeBias``
+        case "relative":  # see ``position_biases``
             return None
     assert_never(config.positions)
+
+
+def position_biases(
+    config: ModelConfig, num_layers: int, *, bidirectional: bool, rngs: nnx.Rngs
+) -> nnx.List[RelativeBias]:
+    """Create the position biases of self-attention in a stack of layers: none, one for all layers,
+    or one for each layer.
+    """
+    count = 0
+    if config.positions == "relative":
+        count = num_layers if config.relative_bias == "layer" else 1
+    return nnx.List(
+        RelativeBias(config, bidirectional=bidirectional, rngs=rngs) for _ in range(count)
+    )
 
 
 class RelativeBias(nnx.Module):

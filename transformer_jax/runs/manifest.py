@@ -137,10 +137,13 @@ class Manifest:
                 f"Checkpoint {self.folder} is corrupt: {reason}. Pass the folder of another "
                 "checkpoint."
             )
-        return UserError(
-            f"Model {self.folder} is corrupt: {reason}. Copy its folder again, or run train.py or "
-            "the import again."
-        )
+        remedy = "Copy its folder again, or run train.py or the import again."
+        if not self.content:
+            remedy += (
+                " If it is from Hugging Face transformers, import the model: python -m "
+                "transformer_jax.pretrained import."
+            )
+        return UserError(f"Model {self.folder} is corrupt: {reason}. {remedy}")
 
 
 def write_manifest(

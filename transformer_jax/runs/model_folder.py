@@ -82,8 +82,6 @@ def read_model(folder: Path, name: str | Path) -> SavedModel:
             f"{str(name)!r} has no checkpoint; expected a work directory written by train.py "
             "--workdir, one of the folders in its checkpoints/, or a model folder."
         )
-    if not (manifest.is_checkpoint or manifest.content):
-        load_config_file(folder / "config.json")  # an error that names the format of transformers
     manifest.verify()
     parameters = read_parameters(manifest)
     tokenizer = load_tokenizer(workdir if manifest.is_checkpoint else folder, manifest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +41,12 @@ class Progress:
         """Return True after ``patience`` evaluations in a row without improvement; 0: never."""
         return 0 < patience <= self.since_best
 
-    def record_evaluation(self, figures: dict[str, Any], select_by: str, *, step: int) -> None:
-        """Record an evaluation's metrics. ``training.select_by`` decides whether it is the best."""
-        name = f"dev_{select_by}"
-        sign = -1 if select_by == "loss" else 1
-        if sign * figures[name] > sign * self.best.get(name, -sign * math.inf):
+    def record_evaluation(
+        self, figures: dict[str, Any], score: Callable[[dict[str, Any]], float], *, step: int
+    ) -> None:
+        """Record an evaluation's metrics. The evaluation with the highest ``score`` is the best."""
+        best_score = score(self.best) if self.best else -math.inf
+        if score(figures) > best_score:
             self.best_step = step
             self.best = figures
             self.since_best = 0

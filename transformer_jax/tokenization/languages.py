@@ -17,13 +17,13 @@ class Languages(NamedTuple):
     target. ``after`` has the source's language after EOS, and the target's before the target (NLLB
     with legacy_behaviour). ``start`` has the source's language after EOS, and the target's is the
     decoder's first input (mBART's first version). ``tag`` has the target's before the source, as in
-    MADLAD-400 (<2de>).
+    MADLAD-400 (<2de>); the source's stands nowhere.
     """
 
     tokens: Mapping[str, str] = {}
     """Token of each language code."""
     source: str = ""
-    """Token around every source line by default; '': none."""
+    """Token of every source line by default; '': none."""
     target: str = ""
     """Token of every target line by default; '': none."""
     layout: Layout = "both"
@@ -59,8 +59,7 @@ class Languages(NamedTuple):
         """Return a copy with these languages by default ("": no change)."""
         languages = self
         if source:
-            token = self.token(source, "source_language")
-            languages = languages if self.layout == "tag" else languages._replace(source=token)
+            languages = languages._replace(source=self.token(source, "source_language"))
         if target:
             languages = languages._replace(target=self.token(target, "target_language"))
         return languages

@@ -68,7 +68,7 @@ class Evaluator:
         translations = self._translate(parameters, pairs)
         references = [target for _, target in pairs]
         for name, metric in METRICS.items():
-            score = metric(translations, references, self._training_config.bleu_tokenize)
+            score = metric.score(translations, references, self._training_config.bleu_tokenize)
             figures[f"dev_{name}"] = score.value
         lines = zip(("source", "reference", "translation"), (*pairs[0], translations[0]))
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformer_jax.data.batching import Batch
 from transformer_jax.data.loader import load_batches
 from transformer_jax.devices.sharding import batch_sharding
 from transformer_jax.errors import UserError
+from transformer_jax.evaluation import selection_score
 from transformer_jax.settings.config import Config
 from transformer_jax.training.compiling import CompileAhead
 from transformer_jax.training.evaluator import Evaluator
@@ -165,7 +167,8 @@ class _Loop:
         state = self._run.state
         values, example = self.evaluator.dev(state.parameters if state.ema is None else state.ema)
         self._reporter.dev(self.step, values, example)
-        self._run.progress.record_evaluation(values, self._training.select_by, step=self.step)
+        score = partial(selection_score, self._training.select_by)
+        self._run.progress.record_evaluation(values, score, step=self.step)
         self._meter.restart()
         return self._stops_early()
 

@@ -18,6 +18,7 @@ from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
 from transformer_jax.model.matmul import einsum
 from transformer_jax.settings.checks import Count, Fraction, checked
+from transformer_jax.settings.config import LossSettings
 from transformer_jax.training.two_passes import TwoPasses
 
 
@@ -34,8 +35,10 @@ MAX_LOGITS: int | None = None
 """Approximate number of logits per chunk on each device; None: the backend's default."""
 
 
-class _Settings(NamedTuple):
-    label_smoothing: float
+class _StaticArguments(NamedTuple):
+    """What a compiled loss depends on."""
+
+    settings: LossSettings
     pad_id: int
     max_logits: int | None
     logits_dtype: jnp.dtype
@@ -55,7 +58,6 @@ _MaxAndSum = tuple[Array, Array]
 
 
 @checked
-@jax.named_scope("loss")
 def smoothed_cross_entropy(
     hidden_BTD: Array,
     matrix_VD: Array,
@@ -93,23 +95,48 @@ def smoothed_cross_entropy(
     Raises:
       UserError: the gradient of ``nll`` is requested.
     """
+    return target_token_loss(
+        hidden_BTD,
+        matrix_VD,
+        target_BT,
+        LossSettings(label_smoothing=label_smoothing),
+        pad_id=pad_id,
+        bias_V=bias_V,
+        mesh=mesh,
+        passes=passes,
+    )
+
+
+@jax.named_scope("loss")
+def target_token_loss(
+    hidden_BTD: Array,
+    matrix_VD: Array,
+    target_BT: Array,
+    settings: LossSettings,
+    *,
+    pad_id: int,
+    bias_V: Array | None,
+    mesh: Mesh | None,
+    passes: TwoPasses | None,
+) -> LossSums:
+    """Compute ``smoothed_cross_entropy`` with all ``LossSettings`` of target tokens."""
     backend = jax.default_backend()
     dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
-    settings = _Settings(label_smoothing, pad_id, MAX_LOGITS, dtype, mesh, passes, backend)
-    return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
+    static = _StaticArguments(settings, pad_id, MAX_LOGITS, dtype, mesh, passes, backend)
+    return _loss(static, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)  # when compiled, an unused gradient is not computed
-def _loss(settings: _Settings, target_BT: Array, inputs: _Inputs) -> LossSums:
-    return _sums_and_gradients(settings, target_BT, inputs)[0]
+def _loss(static: _StaticArguments, target_BT: Array, inputs: _Inputs) -> LossSums:
+    return _sums_and_gradients(static, target_BT, inputs)[0]
 
 
-def _forward(settings: _Settings, target_BT: Any, inputs: Any) -> tuple[LossSums, Any]:
-    return _sums_and_gradients(settings, *jax.tree.map(lambda x: x.value, (target_BT, inputs)))
+def _forward(static: _StaticArguments, target_BT: Any, inputs: Any) -> tuple[LossSums, Any]:
+    return _sums_and_gradients(static, *jax.tree.map(lambda x: x.value, (target_BT, inputs)))
 
 
-def _backward(_: _Settings, of_loss: _Inputs, cotangent: LossSums) -> tuple[None, _Inputs]:
+def _backward(_: _StaticArguments, of_loss: _Inputs, cotangent: LossSums) -> tuple[None, _Inputs]:
     if not isinstance(cotangent.nll, SymbolicZero):
         raise UserError(
             "nll has no gradient; use the gradient of loss, with label_smoothing 0 and no other "
@@ -124,28 +151,28 @@ _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sums_and_gradients(
-    settings: _Settings, target_BT: Array, inputs: _Inputs
+    static: _StaticArguments, target_BT: Array, inputs: _Inputs
 ) -> tuple[LossSums, _Inputs]:
     """Compute the loss sums, and the gradient of ``loss`` with respect to the inputs."""
-    if settings.mesh is None:
-        return _on_device(settings, target_BT, inputs)
+    if static.mesh is None:
+        return _on_device(static, target_BT, inputs)
 
-    shards = settings.mesh.shape.get("tensor", 1)
+    shards = static.mesh.shape.get("tensor", 1)
     if len(inputs[1]) % shards == 0:
-        settings = settings._replace(vocab_shards=shards)
+        static = static._replace(vocab_shards=shards)
 
     def on_each_device(target_BT: Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
-        sums, (d_hidden_BTD, *by_weights) = _on_device(settings, target_BT, inputs)
+        sums, (d_hidden_BTD, *by_weights) = _on_device(static, target_BT, inputs)
         by_weights = jax.tree.map(lambda x: x[None], by_weights)
         return jax.lax.psum(sums, BATCH_AXES), (d_hidden_BTD, *by_weights)
 
-    axis = "tensor" if settings.vocab_shards > 1 else None
+    axis = "tensor" if static.vocab_shards > 1 else None
     rows = PartitionSpec(BATCH_AXES)
     vocab = PartitionSpec(axis)
     by_vocab = PartitionSpec(BATCH_AXES, axis)
     sums, (d_hidden_BTD, *by_weights) = jax.shard_map(
         on_each_device,
-        mesh=settings.mesh,
+        mesh=static.mesh,
         in_specs=(rows, (rows, vocab, vocab)),
         out_specs=(PartitionSpec(), (rows, by_vocab, by_vocab)),
         check_vma=False,
@@ -155,18 +182,20 @@ def _sums_and_gradients(
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
-def _on_device(settings: _Settings, target_BT: Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
+def _on_device(
+    static: _StaticArguments, target_BT: Array, inputs: _Inputs
+) -> tuple[LossSums, _Inputs]:
     hidden_BTD, matrix_VD, bias_V = inputs
     weights_VD = matrix_VD.astype(hidden_BTD.dtype)
     multiply = partial(einsum, dtype=hidden_BTD.dtype)
     # C chunks of L tokens. With two passes, the first half of a chunk holds tokens of the first
     # pass, and the second half holds the same tokens of the second pass.
-    passes = 2 if settings.passes else 1
+    passes = 2 if static.passes else 1
     rows, time = target_BT.shape
     count = rows // passes * time
-    length = -(-count // _num_chunks(settings, target_BT.size, *matrix_VD.shape))
-    mean_D = settings.over_vocab(jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
-    bias_mean = None if bias_V is None else settings.over_vocab(jax.lax.pmean, bias_V.mean())
+    length = -(-count // _num_chunks(static, target_BT.size, *matrix_VD.shape))
+    mean_D = static.over_vocab(jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
+    bias_mean = None if bias_V is None else static.over_vocab(jax.lax.pmean, bias_V.mean())
 
     def in_chunks(x: Array, padding: int) -> Array:
         width = x.shape[2:]  # () or (D,)
@@ -180,13 +209,13 @@ def _on_device(settings: _Settings, target_BT: Array, inputs: _Inputs) -> tuple[
     def one_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
         hidden_LD, target_L = chunk
-        logits_LV = multiply("LD,VD->LV", hidden_LD, weights_VD, result=settings.logits_dtype)
+        logits_LV = multiply("LD,VD->LV", hidden_LD, weights_VD, result=static.logits_dtype)
         # not a matmul, because GPUs can round float32 matmuls
         mean_L = (hidden_LD * mean_D[None]).sum(axis=-1)
         if bias_V is not None:
             logits_LV = logits_LV + bias_V[None]
             mean_L = mean_L + bias_mean
-        chunk_sums, d_logits_LV = _from_logits(settings, logits_LV, mean_L, target_L)
+        chunk_sums, d_logits_LV = _from_logits(static, logits_LV, mean_L, target_L)
         sums = jax.tree.map(jnp.add, sums, chunk_sums)
         if d_bias_V is not None:
             d_bias_V += d_logits_LV.sum(axis=0)
@@ -200,14 +229,14 @@ def _on_device(settings: _Settings, target_BT: Array, inputs: _Inputs) -> tuple[
         *jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (matrix_VD, bias_V)),
     )
     hidden_CLD, from_chunks = jax.vjp(partial(in_chunks, padding=0), hidden_BTD)
-    target_CL = in_chunks(target_BT, settings.pad_id)
+    target_CL = in_chunks(target_BT, static.pad_id)
     carry, d_hidden_CLD = jax.lax.scan(one_chunk, start, (hidden_CLD, target_CL))
     sums, d_matrix_VD, d_bias_V = carry
-    [d_hidden_BTD] = settings.over_vocab(jax.lax.psum, from_chunks(d_hidden_CLD))
+    [d_hidden_BTD] = static.over_vocab(jax.lax.psum, from_chunks(d_hidden_CLD))
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
-def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: int) -> int:
+def _num_chunks(static: _StaticArguments, positions: int, vocab_size: int, d_model: int) -> int:
     """Return the number of chunks for this many positions on a device.
 
     On a CPU, a small chunk stays in the cache, but each chunk reads and writes V x D matrices.
@@ -215,33 +244,33 @@ def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: i
     matmuls and pad the vocabulary.
     """
     logits = positions * vocab_size
-    if settings.max_logits is not None:
-        return -(-logits // settings.max_logits)
-    if settings.backend == "cpu":
+    if static.max_logits is not None:
+        return -(-logits // static.max_logits)
+    if static.backend == "cpu":
         return -(-logits // max(2**20, vocab_size * d_model))
     # Bytes per chunk: an eighth of all float32 logits, within limits. With two passes, the gradient
     # does not overwrite the logits.
     chunk_bytes = min(2**30, max(2**28, logits // 2))
-    all_bytes = logits * settings.logits_dtype.itemsize * (2 if settings.passes else 1)
+    all_bytes = logits * static.logits_dtype.itemsize * (2 if static.passes else 1)
     return 2 ** (-(-all_bytes // chunk_bytes) - 1).bit_length()  # divides rows, a multiple of 8
 
 
 def _from_logits(
-    settings: _Settings, logits_LV: Array, mean_L: Array, target_L: Array
+    static: _StaticArguments, logits_LV: Array, mean_L: Array, target_L: Array
 ) -> tuple[LossSums, Array]:
     """Compute the loss sums of a chunk, and the gradient of ``loss`` with respect to its logits."""
-    epsilon = settings.label_smoothing
+    epsilon = static.settings.label_smoothing
     shard_size = logits_LV.shape[-1]
-    vocab_size = shard_size * settings.vocab_shards
+    vocab_size = shard_size * static.vocab_shards
     # The loss of an id outside the vocabulary is NaN; indices below 0 would count from the end.
     target_L = jnp.where(target_L < 0, jnp.int32(vocab_size), target_L)
-    real_L = (target_L != settings.pad_id).astype(jnp.float32)
-    top_L, log_total_L, probs_LV = _softmax(settings, logits_LV)
+    real_L = (target_L != static.pad_id).astype(jnp.float32)
+    top_L, log_total_L, probs_LV = _softmax(static, logits_LV)
     column_L = target_L
-    if settings.vocab_shards > 1:
+    if static.vocab_shards > 1:
         column_L -= jax.lax.axis_index("tensor") * shard_size
     label_L = jnp.take_along_axis(logits_LV, column_L[:, None], axis=-1)[:, 0]
-    if settings.vocab_shards > 1:  # each label is in one shard
+    if static.vocab_shards > 1:  # each label is in one shard
         is_here_L = (column_L >= 0) & (column_L < shard_size) | (target_L >= vocab_size)
         label_L = jax.lax.psum(jnp.where(is_here_L, label_L, 0), "tensor")
     nll_L = log_total_L - label_L
@@ -250,13 +279,13 @@ def _from_logits(
     wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
     d_logits_LV = probs_LV - wanted_LV
     counted_L = real_L
-    if settings.passes:
+    if static.passes:
         # The barrier makes XLA recompute exponentials instead of storing them in twice the memory
         # of the logits.
         log_probs_LV = logits_LV - jax.lax.optimization_barrier(log_total_L)[:, None]
-        sum_over_vocab = partial(settings.over_vocab, jax.lax.psum)
-        kl_L, d_kl_LV = settings.passes.divergence(log_probs_LV, probs_LV, sum_over_vocab)
-        weight_L = jnp.repeat(jnp.array(settings.passes.cross_entropy_weights), len(kl_L) // 2)
+        sum_over_vocab = partial(static.over_vocab, jax.lax.psum)
+        kl_L, d_kl_LV = static.passes.divergence(log_probs_LV, probs_LV, sum_over_vocab)
+        weight_L = jnp.repeat(jnp.array(static.passes.cross_entropy_weights), len(kl_L) // 2)
         loss_L = weight_L * loss_L + kl_L
         d_logits_LV = weight_L[:, None] * d_logits_LV + d_kl_LV
         counted_L = weight_L * real_L
@@ -269,19 +298,19 @@ def _from_logits(
     return sums, d_logits_LV * real_L[:, None]
 
 
-def _softmax(settings: _Settings, logits_LV: Array) -> tuple[Array, Array, Array]:
+def _softmax(static: _StaticArguments, logits_LV: Array) -> tuple[Array, Array, Array]:
     """Return the maximum, log-sum-exp and probabilities of each row."""
-    if settings.backend == "gpu":  # reading the logits takes longer than computing exponentials
+    if static.backend == "gpu":  # reading the logits takes longer than computing exponentials
         shard_top_L, total_L = _max_and_sum_of_exp(logits_LV.astype(jnp.float32))
-        top_L = settings.over_vocab(jax.lax.pmax, shard_top_L)
-        if settings.vocab_shards > 1:
+        top_L = static.over_vocab(jax.lax.pmax, shard_top_L)
+        if static.vocab_shards > 1:
             total_L = jax.lax.psum(total_L * jnp.exp(shard_top_L - top_L), "tensor")
         log_total_L = top_L + jnp.log(total_L)
         return top_L, log_total_L, jnp.exp(logits_LV - log_total_L[:, None])
     # Maximum before cast: otherwise a TPU would also store the logits in float32.
-    top_L = settings.over_vocab(jax.lax.pmax, logits_LV.max(axis=-1).astype(jnp.float32))
+    top_L = static.over_vocab(jax.lax.pmax, logits_LV.max(axis=-1).astype(jnp.float32))
     exp_LV = jnp.exp(logits_LV - top_L[:, None])
-    total_L = settings.over_vocab(jax.lax.psum, exp_LV.sum(axis=-1))
+    total_L = static.over_vocab(jax.lax.psum, exp_LV.sum(axis=-1))
     return top_L, top_L + jnp.log(total_L), exp_LV / total_L[:, None]
 
 
