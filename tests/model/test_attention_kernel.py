@@ -112,7 +112,7 @@ def test_merged_projections_equal_separate_projections(
 
     def merged(parameters: Any, *inputs: jax.Array) -> jax.Array:
         layer = nnx.merge(graph, parameters)
-        arrays = layer.project(*inputs, packed=True)
+        arrays = layer.project(*inputs, merged=True)
         return layer.output(short_attention(*arrays, mask, interpret=True))
 
     def separate(parameters: Any, *inputs: jax.Array) -> jax.Array:

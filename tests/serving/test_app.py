@@ -195,7 +195,7 @@ def test_alternatives_and_details_equal_the_translators(server: Server) -> None:
 def test_alternatives_are_other_texts_without_repeats(translator, count: int) -> None:
     """A sentence with fewer hypotheses keeps its last one; other tokens can spell the same text."""
     found = [["A", "A", "B", "C"], ["a"], ["x", "y", "x", "y"]]
-    plan = translator.plan(Request("one\ntwo\nsix"), divided=True)
+    plan = translator.plan(Request("one\ntwo\nsix"), split_sentences=True)
 
     async def answer(sentences: list[list[str]]) -> dict[str, Any]:
         hypotheses = [[Translation(text, 0, 0, 1) for text in its] for its in sentences]
@@ -472,7 +472,8 @@ def test_leading_tags_are_split_off() -> None:
     translator = Translator(make_model(tokenizer), tokenizer, CONFIG)
 
     def texts(text: str) -> list[str]:
-        return [part.request.text for part in translator.plan(Request(text), divided=True).parts]
+        plan = translator.plan(Request(text), split_sentences=True)
+        return [part.request.text for part in plan.parts]
 
     assert texts("<2de> one. Two") == ["<2de> one.", "<2de> Two"]
     assert texts("<2de>one") == ["<2de>one"]

@@ -76,7 +76,7 @@ def main(arguments: Arguments) -> None:
             dataclasses.replace(engine.model.config, dtype=arguments.dtype)
         ).graph
         engine = Engine(nnx.merge(graph, nnx.state(engine.model)), engine.config)
-    limit = engine.longest_source - 1
+    limit = engine.max_source_length - 1
     sentences = [Sentence(tokens[:limit]) for tokens in encoded if tokens]
     print(
         f"{len(sentences)} sentences, "

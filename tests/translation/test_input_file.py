@@ -10,7 +10,7 @@ import pytest
 
 from transformer_jax.errors import UserError
 from transformer_jax.translation.input_file import Record, read_records
-from transformer_jax.translation.requests import blocks
+from transformer_jax.translation.requests import batched
 
 
 def stream(*lines):
@@ -65,7 +65,7 @@ def test_objects_have_text_and_prefix():
 def test_errors_name_the_line_and_keep_the_lines_before_it(line, message):
     good = json.dumps({"text": "x"})
     for size in (1, 2, 3, 9):
-        found = blocks(read_records(stream(good, good, line, good), "jsonl"), size)
+        found = batched(read_records(stream(good, good, line, good), "jsonl"), size)
         given = []
         with pytest.raises(UserError, match=message):
             given.extend(record.number for block in found for record in block)
@@ -114,7 +114,7 @@ def test_blocks_do_not_read_ahead(size):
             yield Record(str(i), number=i)
 
     done = 0
-    for block in blocks(records(), size):
+    for block in batched(records(), size):
         assert [record.number for record in block] == list(range(done, min(done + size, 20)))
         assert read == done + len(block)
         done += len(block)

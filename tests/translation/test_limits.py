@@ -236,7 +236,7 @@ def test_tags_are_repeated_if_they_leave_half_of_each_segment(count, is_repeated
 
 
 def test_pairs_may_have_4096_tokens_or_as_many_as_there_are_learned_positions(model, tokenizer):
-    assert Scorer(model, tokenizer, CONFIG).longest == 4096
+    assert Scorer(model, tokenizer, CONFIG).max_length == 4096
     learned = make_model(tokenizer, positions="learned", max_positions=20)
     scorer = Scorer(learned, tokenizer, CONFIG)
     for sizes, is_scored in (((19, 3), True), ((3, 19), True), ((20, 3), False), ((3, 20), False)):

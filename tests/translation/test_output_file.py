@@ -14,7 +14,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.translation.input_file import read_records
 from transformer_jax.translation.output_file import count_complete_records, open_output
 from transformer_jax.translation.output_formats import OutputFlags, output_writer
-from transformer_jax.translation.requests import Translation, blocks
+from transformer_jax.translation.requests import Translation, batched
 
 LINES = [" ".join(["word"] * (i % 7)) + str(i) for i in range(25)]
 
@@ -43,7 +43,7 @@ def run(source, path, *, nbest=1, format="text", stop=None, shard=(0, 1), resume
         ),
     ):
         to_do = islice(records, kept, None)
-        answers = ((r, translate(r, nbest)) for block in blocks(to_do, 6) for r in block)
+        answers = ((r, translate(r, nbest)) for block in batched(to_do, 6) for r in block)
         for record, translations in islice(answers, stop):
             write(writer.text(record, translations))
         if stop is not None:

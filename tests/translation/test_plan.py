@@ -44,14 +44,14 @@ TEXT = "One two.\u00a0Three four!  Five six?\n\n* * *\n Seven."
 @pytest.mark.parametrize("text", [TEXT, "", " \n", "* * *", "One.Two", " One.\u3000Two. "])
 def test_white_space_between_sentences_survives(translator, text):
     """A no-break space too. A text that is not divided loses line breaks."""
-    assert copied(translator.plan(Request(text), divided=True)) == text
-    assert copied(translator.plan(Request(text), divided=False)).split() == text.split()
+    assert copied(translator.plan(Request(text), split_sentences=True)) == text
+    assert copied(translator.plan(Request(text), split_sentences=False)).split() == text.split()
 
 
 @given(st.lists(st.sampled_from(["One two. ", "Three!", "\n", "\u00a0", "* ", "Four? ", "五。"])))
 def test_a_copy_of_the_sentences_is_the_text(translator, pieces):
     text = "".join(pieces)
-    assert copied(translator.plan(Request(text), divided=True)) == text
+    assert copied(translator.plan(Request(text), split_sentences=True)) == text
 
 
 def test_what_is_divided(translator):
@@ -59,10 +59,10 @@ def test_what_is_divided(translator):
     line = "One two three. Four five six."
     assert sources(translator.plan(Request(line))) == [line]
     both = ["One two three.", "Four five six."]
-    assert sources(translator.plan(Request(line), divided=True)) == both
+    assert sources(translator.plan(Request(line), split_sentences=True)) == both
     page = Request(f"<p>{line}</p><p>Seven</p>", format="html")
     assert sources(translator.plan(page)) == [*both, "Seven"]
-    assert sources(translator.plan(page, divided=False)) == [line, "Seven"]
+    assert sources(translator.plan(page, split_sentences=False)) == [line, "Seven"]
     long = translator.plan(Request(" ".join([line] * 3)))
     assert sources(long) == [" ".join([line] * 3)]
     assert [each.text for each in long.parts[0].segments] == [
@@ -94,7 +94,7 @@ def test_a_paragraph_of_any_length_is_never_cut_within_a_sentence(translator):
 @pytest.mark.parametrize(
     ("request_", "options"),
     [
-        (Request("One two. Three four.", prefix="SIX"), {"divided": True}),
+        (Request("One two. Three four.", prefix="SIX"), {"split_sentences": True}),
         (Request("<p>One two. Three</p><p>Four</p>", prefix="SIX", format="html"), {}),
         (Request(" ".join(["One two."] * 20), prefix="SIX"), {}),
     ],
@@ -115,7 +115,7 @@ def test_every_part_of_a_tagged_text_begins_with_the_tag():
         Request("<2de> One two. Three."),
         Request("<2de> <p>One two. Three.</p>", format="html"),
     ):
-        plan = translator.plan(request, divided=True)
+        plan = translator.plan(request, split_sentences=True)
         assert sources(plan) == ["One two.", "Three."]
         assert all(sentence.tokens[:2].count(tag) == 1 for sentence in plan.sentences)
         assert "<2de>" not in copied(plan)
@@ -128,7 +128,7 @@ def test_the_tags_of_a_document_follow_the_words_without_the_language():
     tokenizer = Tokenizer.train([(line, line.upper()) for line in lines], settings)
     translator = Translator(make_model(tokenizer), tokenizer, CONFIG)
     page = Request("<2de> <p>one two. three <b>four</b> five.</p>", format="html")
-    plan = translator.plan(page, divided=True)
+    plan = translator.plan(page, split_sentences=True)
     translations = []
     for part in plan.parts:
         target = part.source.upper()
@@ -183,7 +183,7 @@ def test_alignments_of_sentences_follow_each_other():
 
 def test_ranks_of_parts_are_joined(translator):
     """A part with fewer translations repeats its last one."""
-    plan = translator.plan(Request("One. Two."), 3, divided=True)
+    plan = translator.plan(Request("One. Two."), 3, split_sentences=True)
     ids = translator.tokenizer.target.encode([word.upper() for word in WORDS[:4]])
     ranked = [[Hypothesis(ids[i], -1.0, -1.0, [])] for i in range(2)]
     [only] = plan.join(ranked)

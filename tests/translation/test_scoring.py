@@ -205,7 +205,7 @@ def test_pairs_longer_than_the_learned_positions_get_nan(tokenizer, caplog):
 def test_pairs_that_need_too_much_memory_get_nan(model, tokenizer, monkeypatch):
     monkeypatch.setattr(scoring, "_MAX_LENGTH", 30)
     scorer = Scorer(model, tokenizer, CONFIG)
-    assert scorer.longest == 30
+    assert scorer.max_length == 30
     [long, short] = scorer.score([(" ".join(WORDS * 9), "ONE"), ("one", "TWO")])
     assert np.isnan(long.log_prob) and len(long.token_log_probs) == long.length
     assert np.isfinite(short.log_prob)

@@ -273,7 +273,7 @@ def test_learned_positions_limit_lengths(tokenizer):
     assert translation.length == 5
     models = [make_model(tokenizer), short.model]
     for both in (models, models[::-1]):  # an ensemble has the fewest positions of its models
-        assert Translator(Ensemble(both), tokenizer, CONFIG).engines[0].longest_source == 12
+        assert Translator(Ensemble(both), tokenizer, CONFIG).engines[0].max_source_length == 12
 
 
 def test_longer_sources_have_fewer_rows(monkeypatch):

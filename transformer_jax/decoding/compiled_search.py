@@ -78,8 +78,8 @@ class ModelSearch(NamedTuple):
 
     def idle_rows(self, weights: Any, padded: PaddedBatch, bucket: Bucket) -> Rows:
         """Create idle rows with the shapes of ``padded``, which has one row."""
-        longest = padded.start_arguments["prefix_BP"].shape[1]
-        encode = partial(self.encode, bucket=bucket, max_length=longest)
+        max_length = padded.start_arguments["prefix_BP"].shape[1]
+        encode = partial(self.encode, bucket=bucket, max_length=max_length)
         zeros = jax.tree.map(
             lambda x: jnp.zeros((bucket.rows, *x.shape[1:]), x.dtype),
             jax.eval_shape(encode, weights, padded),

@@ -49,7 +49,7 @@ class Engine:
       buckets: the first takes sources of up to 128 tokens, the second up to 512 tokens with a
         quarter as many rows, and so on.
       min_rows: minimum number of rows of a search.
-      longest_source: maximum source length in tokens, EOS included.
+      max_source_length: maximum source length in tokens, EOS included.
       method: ``BeamSearch`` or ``Sampling``, from ``config``.
     """
 
@@ -71,12 +71,12 @@ class Engine:
         self.config = config
         self.method = _search_method(config, suppress, model.config, unscored_prefix_length)
         positions = model.config.position_limit
-        self.longest_source = min(config.max_source_length, positions)
-        self._longest_target = partial(config.longest_target, positions=positions)
+        self.max_source_length = min(config.max_source_length, positions)
+        self._max_target_length = partial(config.max_target_length, positions=positions)
         # XLA compiles a search with a single hypothesis to other operations, so the result would
         # depend on the number of rows.
         self.min_rows = 2 if jax.default_backend() == "cpu" and self.method.beam_size == 1 else 1
-        self.buckets = make_buckets(self.longest_source, config.batch_size, self.min_rows)
+        self.buckets = make_buckets(self.max_source_length, config.batch_size, self.min_rows)
         self._device = device
         self._graph, self.parameters = nnx.split(model, nnx.Param)
 
@@ -150,7 +150,7 @@ class Engine:
             if length < bucket.lengths[-1]:
                 return bucket._replace(terms=np.shape(sentence.terms))
         raise UserError(
-            f"A sentence has {length} source tokens; expected at most {self.longest_source - 1} "
+            f"A sentence has {length} source tokens; expected at most {self.max_source_length - 1} "
             "(decoding.max_source_length or, with learned positions, model.max_positions; minus 1 "
             "for EOS)."
         )
@@ -164,12 +164,12 @@ class Engine:
         """Encode up to ``bucket.encode_batch_size`` sentences of one padded length."""
         # The number of rows makes no difference, so all share the compiled encoders.
         bucket = bucket._replace(rows=bucket.encode_batch_size)
-        padded = pad_batch(bucket, sentences, self._longest_target, self.method)
+        padded = pad_batch(bucket, sentences, self._max_target_length, self.method)
         return self._compiled.encode(self._weights, padded, bucket=bucket)
 
     def new_rows(self, bucket: Bucket) -> Rows:
         """Create idle batch rows on the device."""
-        padded = pad_batch(bucket._replace(rows=1), [], self._longest_target, self.method)
+        padded = pad_batch(bucket._replace(rows=1), [], self._max_target_length, self.method)
         return self._compiled.idle_rows(self._weights, padded, bucket=bucket)
 
     def admit_and_decode(

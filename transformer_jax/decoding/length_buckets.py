@@ -39,10 +39,10 @@ class Bucket(NamedTuple):
         return self.lengths[bisect_left(self.lengths, len(sentence.tokens) + 1)]
 
 
-def make_buckets(longest: int, batch_size: int, min_rows: int = 1) -> tuple[Bucket, ...]:
-    """Make buckets for source lengths up to 128, 512, 2,048, ..., ``longest``. The first bucket has
-    ``batch_size`` rows, and each later bucket has a quarter as many rows as the previous bucket,
-    but at least ``min_rows``.
+def make_buckets(max_length: int, batch_size: int, min_rows: int = 1) -> tuple[Bucket, ...]:
+    """Make buckets for source lengths up to 128, 512, 2,048, ..., ``max_length``. The first bucket
+    has ``batch_size`` rows, and each later bucket has a quarter as many rows as the previous
+    bucket, but at least ``min_rows``.
 
     Padded lengths are 16, 24, 32, 48, 64, ... On accelerators they are 32, 64, 128, ..., because
     padding costs less there than compiling the encoder for more lengths.
@@ -51,7 +51,7 @@ def make_buckets(longest: int, batch_size: int, min_rows: int = 1) -> tuple[Buck
     padded_lengths = (
         _padded_lengths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
     )
-    lengths = [*takewhile(lambda length: length < longest, padded_lengths), longest]
+    lengths = [*takewhile(lambda length: length < max_length, padded_lengths), max_length]
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
     return tuple(
         Bucket(tuple(group), max(min_rows, batch_size // 4**power)) for power, group in groups
@@ -69,15 +69,15 @@ class PaddedBatch(NamedTuple):
 def pad_batch(
     bucket: Bucket,
     sentences: Sequence[Sentence],
-    longest_target: Callable[[int], int],
+    max_target_length: Callable[[int], int],
     method: SearchMethod,
 ) -> PaddedBatch:
-    """Pad sentences to the same length, and their number to ``bucket.rows``. ``longest_target``
+    """Pad sentences to the same length, and their number to ``bucket.rows``. ``max_target_length``
     maps a source length to the maximum target length. ``method`` has the ids of PAD and EOS.
     """
     B = bucket.rows
     S = max(map(bucket.padded_source_length, sentences), default=bucket.lengths[0])
-    P = longest_target(bucket.lengths[-1])
+    P = max_target_length(bucket.lengths[-1])
     source_BS = np.full((B, S), method.pad_id, np.int32)
     limit_B = np.zeros(B, np.int32)
     num_hypotheses_B = np.zeros(B, np.int32)
@@ -89,7 +89,7 @@ def pad_batch(
         if method.eos_id not in source:
             source.append(method.eos_id)
         source_BS[row, : len(source)] = source
-        limit_B[row] = longest_target(len(source))
+        limit_B[row] = max_target_length(len(source))
         num_hypotheses_B[row] = sentence.num_hypotheses
         prefix_BP[row, : len(sentence.prefix)] = sentence.prefix[:P]
         seed_B[row] = sentence.seed

@@ -40,7 +40,7 @@ class Sentence(NamedTuple):
     """A sentence to translate."""
 
     tokens: Sequence[int]
-    """Source tokens, fewer than ``Engine.longest_source``. EOS is appended if they lack it."""
+    """Source tokens, fewer than ``Engine.max_source_length``. EOS is appended if they lack it."""
     prefix: Sequence[int] = ()
     """Target tokens that the translation must begin with."""
     seed: int = 0

@@ -231,7 +231,7 @@ class MultiHeadAttention(nnx.Module):
             )
 
         def kernel() -> Array:
-            arrays = self.project(query_BTD, memory_BSD, packed=True)
+            arrays = self.project(query_BTD, memory_BSD, merged=True)
             return attention_kernel.short_attention(*arrays, mask_BHTS)
 
         drops_weights = self.dropout > 0 and dropout_key is not None
@@ -244,14 +244,14 @@ class MultiHeadAttention(nnx.Module):
 
     @jax.named_scope("attention")
     def project(
-        self, query_BTD: Array, memory_BSD: Array | None = None, *, packed: bool = False
+        self, query_BTD: Array, memory_BSD: Array | None = None, *, merged: bool = False
     ) -> tuple[Array, ...]:
         """Project to queries, keys and values. ``memory_BSD=None``: the queries are the memory.
 
-        With ``packed``, computes one matmul per input if keys and values are equally wide. The
+        With ``merged``, computes one matmul per input if keys and values are equally wide. The
         kernels read its result in place (``gpu.split_qkv``).
         """
-        if not packed or self.query_scale != 1 or self.key.kernel.shape != self.value.kernel.shape:
+        if not merged or self.query_scale != 1 or self.key.kernel.shape != self.value.kernel.shape:
             # Queries come last: gradients are summed in reverse order, which affects rounding.
             k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)
             return self.queries(query_BTD), k_BSHK, v_BSHK

@@ -39,9 +39,10 @@ class Embedding(nnx.Module):
         If ``has_matrix`` is False, calls must pass the token matrix of another embedding.
         """
         self.matrix = embedding_matrix(vocab_size, config.d_model, rngs) if has_matrix else None
-        rows = config.max_positions + config.position_offset
-        learned = config.positions == "learned"
-        self.position_matrix = embedding_matrix(rows, config.d_model, rngs) if learned else None
+        self.position_matrix = None
+        if config.positions == "learned":
+            num_positions = config.max_positions + config.position_offset
+            self.position_matrix = embedding_matrix(num_positions, config.d_model, rngs)
         self.norm = Norm(config) if config.embedding_norm else None
         self.config = config
         # Token id, outside the vocabulary, whose embedding is zero.
@@ -87,10 +88,10 @@ class Embedding(nnx.Module):
         return x_BLD.astype(activation_dtype(config))
 
 
-def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
-    """Create a float32 parameter [rows, D] drawn from N(0, d_model^-1)."""
+def embedding_matrix(size: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
+    """Create a float32 parameter [size, D] drawn from N(0, d_model^-1)."""
     initializer = nnx.initializers.normal(d_model**-0.5, jnp.float32)
-    return nnx.Param(initializer(rngs.params(), (rows, d_model)))
+    return nnx.Param(initializer(rngs.params(), (size, d_model)))
 
 
 @jax.custom_jvp
@@ -224,7 +225,7 @@ class DecoderLayer(_Layer):
             attention = self.self_attention
             if cache is None:
                 return attention(y_BTD, None, self_mask_BHTT, bias_BHLL, dropout_key=dropout_key)
-            arrays = attention.project(y_BTD, packed=runs_kernels())
+            arrays = attention.project(y_BTD, merged=runs_kernels())
             return attention.output(cache.attend_to_history(*arrays))
 
         def attend_to_memory(y_BTD: Array, dropout_key: DropoutKey) -> Array:

@@ -66,8 +66,8 @@ def added_positions(config: ModelConfig, length: int, learned_LD: Array | None) 
     offset = config.position_offset
     match config.positions:
         case "interleaved" | "tensor2tensor":
-            rows = upper_bound(length) + offset
-            table_LD = sinusoidal_positions(rows, config.d_model, config.positions)
+            table_length = upper_bound(length) + offset
+            table_LD = sinusoidal_positions(table_length, config.d_model, config.positions)
             return jnp.asarray(table_LD[offset:])
         case "learned":
             if upper_bound(length, config.max_positions) > config.max_positions:
@@ -114,14 +114,14 @@ class RelativeBias(nnx.Module):
         shape = config.relative_buckets, config.num_heads
         self.table = nnx.Param(initializer(rngs.params(), shape))
         self.bidirectional = bidirectional
-        self.longest = config.relative_distance
+        self.max_distance = config.relative_distance
 
     def square(self, length: int) -> Array:
         """Return the biases of a row of tokens, float32 [1, H, L, L]: queries, then keys."""
-        longest = upper_bound(length)
-        biases_DH = self._between(1 - longest, longest)
+        bound = upper_bound(length)
+        biases_DH = self._between(1 - bound, bound)
         index_L = np.arange(length) if isinstance(length, int) else jnp.arange(length)
-        distances_LL = index_L[None] - index_L[:, None] + longest - 1
+        distances_LL = index_L[None] - index_L[:, None] + bound - 1
         return biases_DH[distances_LL].transpose(2, 0, 1)[None]
 
     def at(self, position_B: Array, length: int) -> Array:
@@ -146,7 +146,7 @@ class RelativeBias(nnx.Module):
             distances_D = np.maximum(-distances_D, 0)
         exact = count // 2
         far_D = np.maximum(distances_D, exact).astype(np.float32) / np.float32(exact)
-        steps_D = np.log(far_D) / np.float32(np.log(self.longest / exact)) * (count - exact)
+        steps_D = np.log(far_D) / np.float32(np.log(self.max_distance / exact)) * (count - exact)
         far_D = np.minimum(exact + steps_D.astype(np.int64), count - 1)
         return self.table[...][buckets_D + np.where(distances_D < exact, distances_D, far_D)]
 

@@ -314,8 +314,10 @@ class Transformer(nnx.Module):
         shape = cache.ancestors_BWT.shape[:2]
         assert tokens_BW.shape == shape, f"tokens_BW is {tokens_BW.shape}; the cache is for {shape}"
         # A finished sentence can run past the end of the cache; its positions are clipped.
-        longest = min(cache.ancestors_BWT.shape[2], self.config.position_limit)
-        x_BWD = self.target_embedding(tokens_BW, cache.position_B[:, None], num_positions=longest)
+        num_positions = min(cache.ancestors_BWT.shape[2], self.config.position_limit)
+        x_BWD = self.target_embedding(
+            tokens_BW, cache.position_B[:, None], num_positions=num_positions
+        )
         hidden_BWD = self.decoder(x_BWD, None, None, None, caches=layers)
         if jax.default_backend() == "tpu":  # XLA would copy logits in rows of W hypotheses
             hidden_BWD = hidden_BWD.reshape(1, -1, hidden_BWD.shape[2])

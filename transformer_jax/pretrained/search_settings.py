@@ -105,7 +105,7 @@ def to_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 def to_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return keyword arguments for ``translate_batch``."""
     decoding = config.decoding
-    longest_source, longest_target = length_limits(config)
+    max_source_length, max_target_length = length_limits(config)
     suppressed_tokens = tokenizer.target.tokens(_suppressed_ids(decoding, tokenizer))
     return {
         **{
@@ -113,8 +113,8 @@ def to_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
             for name, (_, _, foreign_name) in _SETTING_NAMES.items()
         },
         "patience": decoding.patience or _CTRANSLATE2_PATIENCE,
-        "max_input_length": longest_source,
-        "max_decoding_length": longest_target,
+        "max_input_length": max_source_length,
+        "max_decoding_length": max_target_length,
         "suppress_sequences": [[token] for token in suppressed_tokens],
     }
 
@@ -189,7 +189,7 @@ def length_limits(config: Config) -> tuple[int, int]:
     decoding = config.decoding
     positions = config.model.position_limit
     source = decoding.max_source_length
-    return min(source, positions), decoding.longest_target(source, positions)
+    return min(source, positions), decoding.max_target_length(source, positions)
 
 
 def _suppressed_ids(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:

@@ -23,7 +23,7 @@ from transformer_jax import SearchFailed, UserError
 from transformer_jax.serving.answering import PendingAnswer
 from transformer_jax.serving.hosts import HostCheck
 from transformer_jax.serving.query_reader import read_query
-from transformer_jax.serving.refused import Refused
+from transformer_jax.serving.rejected import RequestRejected
 from transformer_jax.serving.schema import (
     Answer,
     Error,
@@ -73,7 +73,7 @@ class App:
             redirect_slashes=False,  # redirects would trust the client's Host header
             lifespan=lifespan,
             description=__doc__ or "",
-            exception_handlers=dict.fromkeys(failures, self._refuse),
+            exception_handlers=dict.fromkeys(failures, self._reject),
         )
         for path, name in ("/", "index.html"), ("/docs", "docs.html"):
             page: Any = FileResponse(_PAGE / name)
@@ -141,30 +141,30 @@ class App:
                         kind, content = await anext(events)
                     yield _event(kind, content)
         except Exception as error:
-            error_response = self._refused(error)
+            error_response = self._rejection(error)
             if error_response.status_code == 500:
                 logger.exception("Streaming a translation failed.")
             yield _event("error", error_response.content)
 
-    def _refused(self, error: Exception) -> Refused:
+    def _rejection(self, error: Exception) -> RequestRejected:
         match error:
-            case Refused():
+            case RequestRejected():
                 return error
             case UserError():
-                return Refused(400, str(error))
+                return RequestRejected(400, str(error))
             case SearchFailed():
-                return Refused(503, FAILED)
+                return RequestRejected(503, FAILED)
             case TimeoutError():
                 message = f"The request timed out after {self.timeout:g} s."
-                return Refused(503, f"{message} Send less text or retry.")
+                return RequestRejected(503, f"{message} Send less text or retry.")
             case ClientDisconnect():
-                return Refused(499, "The client disconnected.")
+                return RequestRejected(499, "The client disconnected.")
             case HTTPException(status_code=status):
-                return Refused(status, f"{error.detail}. See /docs for the API.")
-        return Refused(500, "Internal error; see the server's log.")
+                return RequestRejected(status, f"{error.detail}. See /docs for the API.")
+        return RequestRejected(500, "Internal error; see the server's log.")
 
-    async def _refuse(self, _: Request, error: Exception) -> Response:
-        error_response = self._refused(error)
+    async def _reject(self, _: Request, error: Exception) -> Response:
+        error_response = self._rejection(error)
         headers = getattr(error, "headers", error_response.headers)  # 405 lists allowed methods
         return Response(
             error_response.content, error_response.status_code, headers, "application/json"

@@ -32,7 +32,9 @@ def ctranslate2_workers(translator: Translator, folder: Path) -> Workers:
     """
     engine = translator.engines[0]
     num_threads = num_cores()
-    bucket = Bucket((engine.longest_source,), max(1, translator.config.batch_size // num_threads))
+    bucket = Bucket(
+        (engine.max_source_length,), max(1, translator.config.batch_size // num_threads)
+    )
     model = CTranslate2Model(translator, folder, num_threads)
     return Workers(
         [[CTranslate2Batch(model, bucket)] for _ in range(num_threads)],
@@ -146,9 +148,9 @@ def _search_settings(
             f"decoding.method is {config.method!r}, which --engine ctranslate2 does not support; "
             "expected 'beam'."
         )
-    longest_source = translator.engines[0].longest_source
+    max_source_length = translator.engines[0].max_source_length
     position_limit = translator.model.config.position_limit
-    limits = longest_source, config.longest_target(longest_source, position_limit)
+    limits = max_source_length, config.max_target_length(max_source_length, position_limit)
     exported_limits = exported["max_input_length"], exported["max_decoding_length"]
     # CTranslate2 would cut or fail.
     if limits[0] > exported_limits[0] or limits[1] > exported_limits[1]:

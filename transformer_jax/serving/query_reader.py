@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from transformer_jax import UserError
 from transformer_jax.errors import short_repr
-from transformer_jax.serving.refused import Refused
+from transformer_jax.serving.rejected import RequestRejected
 from transformer_jax.serving.schema import CONTENT_TYPES, Query
 
 _BYTES_PER_CHARACTER = 12  # at most: \ud83d\ude00 in JSON, %F0%9F%98%80 in a form
@@ -23,15 +23,15 @@ async def read_query(request: Request, max_characters: int) -> Query:
 
     Raises:
       UserError: a field is invalid, or the text is not UTF-8.
-      Refused: the request is cross-site (any web page could otherwise use a local server), its
-        body is too large, or its content type is unsupported.
+      RequestRejected: the request is cross-site (any web page could otherwise use a local server),
+        its body is too large, or its content type is unsupported.
     """
     _check_site(request.headers)
     body = await _read_body(request, max_characters * _BYTES_PER_CHARACTER + _OTHER_BYTES)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if body and kind not in CONTENT_TYPES:
         expected = " or ".join(CONTENT_TYPES)
-        raise Refused(415, f"The content type is {short_repr(kind)}; expected {expected}.")
+        raise RequestRejected(415, f"The content type is {short_repr(kind)}; expected {expected}.")
     try:
         if body and kind == "application/json":
             return Query.model_validate_json(body)
@@ -43,7 +43,7 @@ async def read_query(request: Request, max_characters: int) -> Query:
 
 
 def _check_site(headers: Mapping[str, str]) -> None:
-    """Raise ``Refused`` if a page of another site sent the request."""
+    """Raise ``RequestRejected`` if a page of another site sent the request."""
     site = headers.get("sec-fetch-site")  # sent over HTTPS and to localhost only
     if site:
         is_own = site in ("same-origin", "none")
@@ -51,7 +51,7 @@ def _check_site(headers: Mapping[str, str]) -> None:
         origin = headers.get("origin")
         is_own = origin is None or origin.partition("://")[2] == headers.get("host")
     if not is_own:
-        raise Refused(
+        raise RequestRejected(
             403, "The request comes from another site; expected the web UI or an API client."
         )
 
@@ -62,7 +62,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
         body += chunk
         if len(body) > limit:
             message = f"The body is too large; expected at most {limit} bytes. Send less text."
-            raise Refused(413, message, limit=limit)
+            raise RequestRejected(413, message, limit=limit)
     return bytes(body)
 
 

@@ -14,7 +14,7 @@ from transformer_jax.serving.answering import PendingAnswer, PlannedText, Task
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.languages import LanguagePairs
 from transformer_jax.serving.metrics import Metrics
-from transformer_jax.serving.refused import Refused, check_limit
+from transformer_jax.serving.rejected import RequestRejected, check_limit
 from transformer_jax.serving.schema import Query, State
 from transformer_jax.translation.markup import PLACEHOLDERS
 from transformer_jax.translation.plan import Part, Plan
@@ -84,10 +84,10 @@ class Service:
 
         Raises:
           UserError: a field is invalid or unsupported.
-          Refused: there are too many characters or sentences, or the server is busy.
+          RequestRejected: there are too many characters or sentences, or the server is busy.
         """
         if self.status != "ok":
-            raise Refused(503, FAILED if self.status == "failed" else _COMPILING)
+            raise RequestRejected(503, FAILED if self.status == "failed" else _COMPILING)
         pair = self.pairs.find(query.source, query.target)
         max_alternatives = self.models[pair].config.beam_size - 1
         if query.alternatives > max_alternatives:
@@ -116,7 +116,7 @@ class Service:
             plan = translator.plan(
                 request,
                 1 + query.alternatives,
-                divided=query.split,
+                split_sentences=query.split,
                 language=pair.source,
                 protect=self._protect,
             )
@@ -126,10 +126,10 @@ class Service:
         return plans
 
     def _check_queue(self, num_sentences: int) -> None:
-        """Raise ``Refused`` if a request with so many sentences is too large or the queue full."""
+        """Raise ``RequestRejected`` if a request has too many sentences, or the queue is full."""
         check_limit(self.max_queue, num_sentences, "sentences")
         if self.num_accepted + num_sentences > self.max_queue:
-            raise Refused(
+            raise RequestRejected(
                 503,
                 f"{self.num_accepted} sentences are in progress and this request has "
                 f"{num_sentences}; expected at most {self.max_queue} in total. Retry later.",

@@ -627,7 +627,7 @@ class DecodingConfig(ConstraintSettings, SamplingSettings, BeamSettings, prefix=
     """Matrices of the model: in model.dtype, or rounded to 8-bit integers, as are the inputs of
     their matmuls. int8 needs a CPU with avx512_vnni."""
 
-    def longest_target(self, source_length: int, positions: int) -> int:
+    def max_target_length(self, source_length: int, positions: int) -> int:
         """Return the maximum length of a translation, EOS included, for a source of this length and
         a model with this many positions.
         """

@@ -38,7 +38,7 @@ class CompileAhead:
         device = mesh.local_devices[0]
         self._functions = run.functions
         self._plan = run.plan
-        self._rows = batch_sharding(mesh)
+        self._row_sharding = batch_sharding(mesh)
         self._memory = memory_limit(device)
         self._on_gpu = device.platform == "gpu"
         # Autotuning waits for an idle GPU, and a step's collectives wait for other GPUs and
@@ -99,7 +99,9 @@ class CompileAhead:
         try:
             with self._trace_lock:
                 plan = self._plan
-                batch = abstract_batch(shape, self._rows, packed=plan.packed, aligned=plan.aligned)
+                batch = abstract_batch(
+                    shape, self._row_sharding, packed=plan.packed, aligned=plan.aligned
+                )
                 lowered = train_step.lower(state, batch)
             step = lowered.compile()
         except jax.errors.JaxRuntimeError as error:

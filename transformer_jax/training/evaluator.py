@@ -110,15 +110,15 @@ class Evaluator:
         return to_global_arrays(parameters, self._run.functions.abstract_state.parameters)
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
-        rows = batch_sharding(self._run.mesh)
-        batches = load_batches(plan, sharding=rows, stop=plan.steps_per_epoch)
+        row_sharding = batch_sharding(self._run.mesh)
+        batches = load_batches(plan, sharding=row_sharding, stop=plan.steps_per_epoch)
         parts = [self._run.functions.eval_step(parameters, batch) for batch in batches]
         return jax.tree.map(lambda *sums: sum(sums), *jax.device_get(parts))
 
     def _whole(self, parameters: Parameters) -> Parameters:
         """Replicate parameters and return the copy on a local device."""
-        everywhere = jax.device_put(parameters, replicated(self._run.mesh))
-        return jax.tree.map(lambda x: x.addressable_data(0), everywhere)
+        copies = jax.device_put(parameters, replicated(self._run.mesh))
+        return jax.tree.map(lambda x: x.addressable_data(0), copies)
 
     def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:
         """Translate the sources. With n processes, each one translates every n-th line."""

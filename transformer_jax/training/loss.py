@@ -136,15 +136,15 @@ def _forward(static: _StaticArguments, target_BT: Any, inputs: Any) -> tuple[Los
     return _sums_and_gradients(static, *jax.tree.map(lambda x: x.value, (target_BT, inputs)))
 
 
-def _backward(_: _StaticArguments, of_loss: _Inputs, cotangent: LossSums) -> tuple[None, _Inputs]:
+def _backward(_: _StaticArguments, gradients: _Inputs, cotangent: LossSums) -> tuple[None, _Inputs]:
     if not isinstance(cotangent.nll, SymbolicZero):
         raise UserError(
             "nll has no gradient; use the gradient of loss, with label_smoothing 0 and no other "
             "terms."
         )
     if isinstance(cotangent.loss, SymbolicZero):  # only counts are used
-        return None, jax.tree.map(jnp.zeros_like, of_loss)
-    return None, jax.tree.map(lambda g: g * cotangent.loss.astype(g.dtype), of_loss)
+        return None, jax.tree.map(jnp.zeros_like, gradients)
+    return None, jax.tree.map(lambda g: g * cotangent.loss.astype(g.dtype), gradients)
 
 
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -162,23 +162,23 @@ def _sums_and_gradients(
         static = static._replace(vocab_shards=shards)
 
     def on_each_device(target_BT: Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
-        sums, (d_hidden_BTD, *by_weights) = _on_device(static, target_BT, inputs)
-        by_weights = jax.tree.map(lambda x: x[None], by_weights)
-        return jax.lax.psum(sums, BATCH_AXES), (d_hidden_BTD, *by_weights)
+        sums, (d_hidden_BTD, *weight_gradients) = _on_device(static, target_BT, inputs)
+        weight_gradients = jax.tree.map(lambda x: x[None], weight_gradients)
+        return jax.lax.psum(sums, BATCH_AXES), (d_hidden_BTD, *weight_gradients)
 
     axis = "tensor" if static.vocab_shards > 1 else None
-    rows = PartitionSpec(BATCH_AXES)
-    vocab = PartitionSpec(axis)
-    by_vocab = PartitionSpec(BATCH_AXES, axis)
-    sums, (d_hidden_BTD, *by_weights) = jax.shard_map(
+    row_spec = PartitionSpec(BATCH_AXES)
+    vocab_spec = PartitionSpec(axis)
+    row_and_vocab_spec = PartitionSpec(BATCH_AXES, axis)
+    sums, (d_hidden_BTD, *weight_gradients) = jax.shard_map(
         on_each_device,
         mesh=static.mesh,
-        in_specs=(rows, (rows, vocab, vocab)),
-        out_specs=(PartitionSpec(), (rows, by_vocab, by_vocab)),
+        in_specs=(row_spec, (row_spec, vocab_spec, vocab_spec)),
+        out_specs=(PartitionSpec(), (row_spec, row_and_vocab_spec, row_and_vocab_spec)),
         check_vma=False,
     )(target_BT, inputs)
     # XLA sums over devices, so it can first add each device's other gradients of a tied matrix.
-    d_matrix_VD, d_bias_V = jax.tree.map(lambda x: x.sum(axis=0), by_weights)
+    d_matrix_VD, d_bias_V = jax.tree.map(lambda x: x.sum(axis=0), weight_gradients)
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
@@ -191,22 +191,22 @@ def _on_device(
     # C chunks of L tokens. With two passes, the first half of a chunk holds tokens of the first
     # pass, and the second half holds the same tokens of the second pass.
     passes = 2 if static.passes else 1
-    rows, time = target_BT.shape
-    count = rows // passes * time
-    length = -(-count // _num_chunks(static, target_BT.size, *matrix_VD.shape))
+    B, T = target_BT.shape
+    num_positions = B // passes * T
+    chunk_size = -(-num_positions // _num_chunks(static, target_BT.size, *matrix_VD.shape))
     mean_D = static.over_vocab(jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
     bias_mean = None if bias_V is None else static.over_vocab(jax.lax.pmean, bias_V.mean())
 
     def in_chunks(x: Array, padding: int) -> Array:
         width = x.shape[2:]  # () or (D,)
-        by_pass = x.reshape(-1, passes, time, *width).swapaxes(0, 1)
-        by_pass = by_pass.reshape(passes, count, *width)
-        pads = [(0, 0), (0, -count % length)] + [(0, 0)] * len(width)
+        by_pass = x.reshape(-1, passes, T, *width).swapaxes(0, 1)
+        by_pass = by_pass.reshape(passes, num_positions, *width)
+        pads = [(0, 0), (0, -num_positions % chunk_size)] + [(0, 0)] * len(width)
         padded = jnp.pad(by_pass, pads, constant_values=padding)
-        chunks = padded.reshape(passes, -1, length, *width).swapaxes(0, 1)
-        return chunks.reshape(-1, passes * length, *width)
+        chunks = padded.reshape(passes, -1, chunk_size, *width).swapaxes(0, 1)
+        return chunks.reshape(-1, passes * chunk_size, *width)
 
-    def one_chunk(carry, chunk):  # type: ignore[no-untyped-def]
+    def add_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
         hidden_LD, target_L = chunk
         logits_LV = multiply("LD,VD->LV", hidden_LD, weights_VD, result=static.logits_dtype)
@@ -230,7 +230,7 @@ def _on_device(
     )
     hidden_CLD, from_chunks = jax.vjp(partial(in_chunks, padding=0), hidden_BTD)
     target_CL = in_chunks(target_BT, static.pad_id)
-    carry, d_hidden_CLD = jax.lax.scan(one_chunk, start, (hidden_CLD, target_CL))
+    carry, d_hidden_CLD = jax.lax.scan(add_chunk, start, (hidden_CLD, target_CL))
     sums, d_matrix_VD, d_bias_V = carry
     [d_hidden_BTD] = static.over_vocab(jax.lax.psum, from_chunks(d_hidden_CLD))
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
@@ -276,9 +276,9 @@ def _from_logits(
     nll_L = log_total_L - label_L
     is_label_LV = jnp.arange(shard_size, dtype=column_L.dtype)[None] == column_L[:, None]
     loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - mean_L)
-    wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
-    d_logits_LV = probs_LV - wanted_LV
-    counted_L = real_L
+    target_probs_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
+    d_logits_LV = probs_LV - target_probs_LV
+    token_weights_L = real_L
     if static.passes:
         # The barrier makes XLA recompute exponentials instead of storing them in twice the memory
         # of the logits.
@@ -288,12 +288,12 @@ def _from_logits(
         weight_L = jnp.repeat(jnp.array(static.passes.cross_entropy_weights), len(kl_L) // 2)
         loss_L = weight_L * loss_L + kl_L
         d_logits_LV = weight_L[:, None] * d_logits_LV + d_kl_LV
-        counted_L = weight_L * real_L
+        token_weights_L = weight_L * real_L
     sums = LossSums(
         loss=(loss_L * real_L).sum(),
-        nll=(nll_L * counted_L).sum(),
-        correct=((label_L >= top_L) * counted_L).sum(),
-        tokens=counted_L.sum(),
+        nll=(nll_L * token_weights_L).sum(),
+        correct=((label_L >= top_L) * token_weights_L).sum(),
+        tokens=token_weights_L.sum(),
     )
     return sums, d_logits_LV * real_L[:, None]
 

@@ -120,8 +120,8 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     seed = np.uint32(0)
     shardings = state_shardings(jax.eval_shape(initial, seed), mesh)
     init = jax.jit(initial, out_shardings=shardings, donate_argnums=1)
-    rows = batch_sharding(mesh)
-    everywhere = replicated(mesh)
+    row_sharding = batch_sharding(mesh)
+    on_all_devices = replicated(mesh)
 
     def eval_step(parameters: Parameters, batch: Batch) -> LossSums:
         parameters = all_gathered(parameters, mesh, compute_dtype(config.model))
@@ -134,8 +134,8 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
                 partial(train_step, config=config, optimizer=optimizer, mesh=mesh),
                 donate_argnums=0,
                 compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform),
-                in_shardings=(shardings, rows),
-                out_shardings=(shardings, everywhere),
+                in_shardings=(shardings, row_sharding),
+                out_shardings=(shardings, on_all_devices),
             ),
             mesh,
             config.optimizer.accumulate_steps,
@@ -143,8 +143,8 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
         eval_step=_checking_rows(
             jax.jit(
                 eval_step,
-                in_shardings=(shardings.parameters, rows),
-                out_shardings=everywhere,
+                in_shardings=(shardings.parameters, row_sharding),
+                out_shardings=on_all_devices,
             ),
             mesh,
         ),

@@ -135,12 +135,13 @@ class AsyncTranslator:
         """Whether a part and its translations are at most as long as a sentence that is searched at
         once, and its translation. This limits the number of alignment functions to compile.
         """
-        longest_source = self.translator.engines[0].longest_source
+        max_source_length = self.translator.engines[0].max_source_length
         positions = self.translator.model.config.position_limit
-        longest = max(longest_source, self.config.longest_target(longest_source, positions))
+        max_target_length = self.config.max_target_length(max_source_length, positions)
+        padded = padded_length(max(max_source_length, max_target_length), MIN_PADDED_LENGTH)
         num_tokens = sum(len(sentence.tokens) for sentence in part.sentences)
         lengths = [num_tokens + 1, *(translation.length for translation in translations)]
-        return max(lengths) <= min(padded_length(longest, MIN_PADDED_LENGTH), self._scorer.longest)
+        return max(lengths) <= min(padded, self._scorer.max_length)
 
     def new_semaphore(self) -> asyncio.Semaphore:
         """Create a semaphore. Parts that share it use at most half of the rows."""

@@ -257,9 +257,9 @@ class Planner:
     tokenizer: Tokenizer
     forbidden: frozenset[int]
     """Target tokens that the search cannot generate, such as UNK."""
-    longest_source: int
+    max_source_tokens: int
     """Maximum number of source tokens of a sentence, without EOS."""
-    longest_prefix: int
+    max_prefix_tokens: int
     """Maximum number of target tokens of a prefix."""
     can_have_terms: bool
     """Whether the search supports glossaries."""
@@ -279,7 +279,7 @@ class Planner:
         glossary: Glossary,
         num_hypotheses: int = 1,
         *,
-        divided: bool | None = None,
+        split_sentences: bool | None = None,
         language: str = "",
         protect: Sequence[str] = PLACEHOLDERS,
     ) -> Plan:
@@ -288,8 +288,8 @@ class Planner:
         Args:
           glossary: terms to which those of the request add.
           num_hypotheses: number of translations of each part.
-          divided: whether to divide the text into sentences, each of which is translated alone.
-            None: a document is divided, and a line of plain text is one sentence.
+          split_sentences: whether to divide the text into sentences, each of which is translated
+            alone. None: a document is divided, and a line of plain text is one sentence.
           language: language of the text, by whose rules sentences end (``sentences.divide``).
             Default: the request's ``source_language``, the model's default, or the language that
             a document declares.
@@ -301,7 +301,7 @@ class Planner:
         check_text(request.text, request.name)
         self.tags.check(request)
         request_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
-        is_one_part = divided is None and request.format == "text"
+        is_one_part = split_sentences is None and request.format == "text"
         parts = _PartMaker(
             self,
             request,
@@ -313,7 +313,7 @@ class Planner:
             or _declared_language(request),
             tag="" if is_one_part else self.tokenizer.source.tag(request.text),
         )
-        plan = self._make_plan(parts, request, divided, protect)
+        plan = self._make_plan(parts, request, split_sentences, protect)
         parts.warn_of_long_parts()
         return plan
 
@@ -327,23 +327,29 @@ class Planner:
         return ""
 
     def _make_plan(
-        self, parts: _PartMaker, request: Request, divided: bool | None, protect: Sequence[str]
+        self,
+        parts: _PartMaker,
+        request: Request,
+        split_sentences: bool | None,
+        protect: Sequence[str],
     ) -> Plan:
         text = request.text.removeprefix(parts.tag)
         if request.format == "text":
-            if divided is None:
+            if split_sentences is None:
                 return Plan(request, [Line([parts.make(text)] if text.strip() else [])])
-            pieces = divide(text, language=parts.language) if divided else as_one_sentence(text)
-            return Plan(request, [parts.line(pieces)])
+            divided = as_one_sentence(text)
+            if split_sentences:
+                divided = divide(text, language=parts.language)
+            return Plan(request, [parts.line(divided)])
         document = Document(
             text, request.format, self.tokenizer, protect=protect, name=request.name
         )
         lines = list[Line]()
         for line in document.lines:
-            pieces = as_one_sentence(line.text)
-            if divided is not False:
-                pieces = divide(line.text, language=parts.language, copy_symbols=False)
-            lines.append(parts.line(pieces, needs_alignment=bool(line.marks)))
+            divided = as_one_sentence(line.text)
+            if split_sentences is not False:
+                divided = divide(line.text, language=parts.language, copy_symbols=False)
+            lines.append(parts.line(divided, needs_alignment=bool(line.marks)))
         return Plan(request, lines, document)
 
 
@@ -389,13 +395,13 @@ class _PartMaker:
         self._prefix_text = request.prefix
         self._long_parts = list[tuple[int, int]]()
 
-    def line(self, pieces: DividedText, *, needs_alignment: bool = False) -> Line:
+    def line(self, divided: DividedText, *, needs_alignment: bool = False) -> Line:
         """Make a line of sentences."""
         parts = [
             self.make(sentence, before, needs_alignment)
-            for sentence, before in zip(pieces.sentences, pieces.before)
+            for sentence, before in zip(divided.sentences, divided.before)
         ]
-        return Line(parts, pieces.after)
+        return Line(parts, divided.after)
 
     def make(self, source: str, before: str = "", needs_alignment: bool = False) -> Part:
         """Make the next part. Only the first has the request's prefix."""
@@ -426,14 +432,14 @@ class _PartMaker:
     def warn_of_long_parts(self) -> None:
         """Say in one message which parts are translated in segments."""
         name = self._request.name
-        longest = self._planner.longest_source
+        max_tokens = self._planner.max_source_tokens
         if len(self._long_parts) == 1:
             num_tokens, num_segments = self._long_parts[0]
             message = "%s has %d tokens; the maximum is %d, so it is translated in %d segments."
-            logger.warning(message, name, num_tokens, longest, num_segments)
+            logger.warning(message, name, num_tokens, max_tokens, num_segments)
         elif self._long_parts:
             message = "%s has %d sentences of more than %d tokens, which are cut into segments."
-            logger.warning(message, name, len(self._long_parts), longest)
+            logger.warning(message, name, len(self._long_parts), max_tokens)
 
     def _segments(self, request: Request) -> tuple[Sequence[Segment], str]:
         """Return the segments of a part, and the text after them."""
@@ -442,11 +448,11 @@ class _PartMaker:
         tokens = self._affixes.source(text_ids)
         if not tokens:
             return [], ""
-        if len(tokens) <= planner.longest_source:
+        if len(tokens) <= planner.max_source_tokens:
             return [Segment(request.text, tokens)], ""
         segments, after = cut_into_segments(
             request.text,
-            planner.longest_source,
+            planner.max_source_tokens,
             planner.tokenizer,
             self._affixes,
             self.language,
@@ -466,9 +472,10 @@ class _PartMaker:
         if target.unk_id in prefix:
             tokens = short_repr(" ".join(target.tokens(prefix)))
             raise UserError(f"{name} has tokens outside the vocabulary ({tokens}); remove them.")
-        if len(prefix) > self._planner.longest_prefix:
+        max_tokens = self._planner.max_prefix_tokens
+        if len(prefix) > max_tokens:
             raise UserError(
-                f"{name} has {len(prefix)} tokens; expected at most {self._planner.longest_prefix} "
+                f"{name} has {len(prefix)} tokens; expected at most {max_tokens} "
                 "(decoding.max_extra_length, decoding.max_length - 1 or, with learned positions, "
                 "model.max_positions - 1)."
             )

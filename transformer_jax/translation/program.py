@@ -19,7 +19,7 @@ from transformer_jax.translation.flags import Arguments, checked_flags
 from transformer_jax.translation.input_file import Record, read_records
 from transformer_jax.translation.output_file import open_output
 from transformer_jax.translation.output_formats import output_writer
-from transformer_jax.translation.requests import Translation, blocks
+from transformer_jax.translation.requests import Translation, batched
 
 if TYPE_CHECKING:
     from transformer_jax.translation.scoring import Scorer
@@ -179,13 +179,13 @@ def _make_translate_function(
     from transformer_jax.translation.markup import PLACEHOLDERS
 
     def translate(records: Iterator[Record]) -> TranslatedRecords:
-        for window in blocks(records, size):
+        for window in batched(records, size):
             translations = translator.stream(
                 window,
                 num_hypotheses=arguments.results.nbest,
                 window=size,
                 layer=arguments.results.alignment_layer,
-                divided=arguments.files.split or None,
+                split_sentences=arguments.files.split or None,
                 protect=(*PLACEHOLDERS, *arguments.files.protect),
             )
             yield from zip(window, translations)
@@ -198,7 +198,7 @@ def _make_score_function(scorer: Scorer, size: int) -> TranslateFunction:
     """Return a function that scores the targets of ``size`` records at a time."""
 
     def score(records: Iterator[Record]) -> TranslatedRecords:
-        for window in blocks(records, size):
+        for window in batched(records, size):
             scored = scorer.score([(record, record.target or "") for record in window])
             for record, translation in zip(window, scored):
                 yield record, [translation]
@@ -210,7 +210,7 @@ def _add_alignments(
     translated_records: TranslatedRecords, scorer: Scorer, layer: int | None
 ) -> TranslatedRecords:
     """Add alignments, few records at a time, because attention weights are large."""
-    for batch in blocks(translated_records, scorer.config.batch_size):
+    for batch in batched(translated_records, scorer.config.batch_size):
         pairs = [(record, t) for record, translations in batch for t in translations]
         aligned = iter(scorer.align(pairs, layer=layer))
         for record, translations in batch:

@@ -106,21 +106,21 @@ def check_patterns(patterns: Sequence[str], name: str) -> None:
             ) from None
 
 
-def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Group items into blocks of ``size``, lazily.
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Group items into lists of ``size``, lazily.
 
     If reading raises a ``UserError``, the preceding items are yielded first.
     """
-    block: list[T] = []
+    batch: list[T] = []
     try:
         for item in items:
-            block.append(item)
-            if len(block) == size:
-                yield block
-                block = []
+            batch.append(item)
+            if len(batch) == size:
+                yield batch
+                batch = []
     except UserError:
-        if block:
-            yield block
+        if batch:
+            yield batch
         raise
-    if block:
-        yield block
+    if batch:
+        yield batch

@@ -26,7 +26,7 @@ from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.alignment import align_texts
 from transformer_jax.translation.loading import check_vocabulary
-from transformer_jax.translation.requests import Request, Translation, blocks, check_text
+from transformer_jax.translation.requests import Request, Translation, batched, check_text
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Scorer:
     64 tokens, or fewer longer pairs. Each shape is compiled once per device.
 
     Attributes:
-      longest: maximum length of a sentence in tokens, EOS included; 4,096 or, if smaller, the
+      max_length: maximum length of a sentence in tokens, EOS included; 4,096 or, if smaller, the
         number of learned positions.
     """
 
@@ -66,7 +66,7 @@ class Scorer:
         check_vocabulary(model, tokenizer)
         self.tokenizer = tokenizer
         self.config = config or DecodingConfig()
-        self.longest = min(_MAX_LENGTH, model.config.position_limit)
+        self.max_length = min(_MAX_LENGTH, model.config.position_limit)
         self._config = model.config
         models = model.models if isinstance(model, Ensemble) else [model]
         self._layers = min(each.config.decoder_layers for each in models)
@@ -79,7 +79,7 @@ class Scorer:
         """Score (source, target) pairs. Returns each target, in order, as a ``Translation`` with
         its log-probabilities, EOS included. A ``Request`` can have the languages of its pair.
 
-        An empty line is scored as a single EOS. A pair with a sentence of more than ``longest``
+        An empty line is scored as a single EOS. A pair with a sentence of more than ``max_length``
         tokens gets NaN scores and a warning.
 
         Raises:
@@ -122,7 +122,7 @@ class Scorer:
     ) -> list[Translation]:
         """Add an ``alignment`` to each translation, from a second pass with teacher forcing.
 
-        A pair gets no alignment if its translation is empty or either side exceeds ``longest``.
+        A pair gets no alignment if its translation is empty or either side exceeds ``max_length``.
         Raises the same errors as ``align_tokens``.
         """
         requests = [Request.of(source, number) for number, (source, _) in enumerate(pairs, 1)]
@@ -186,21 +186,21 @@ class Scorer:
         """
         lengths = [1 + max(map(len, pair)) for pair in pairs]
         padded = {
-            i: min(padded_length(length, MIN_PADDED_LENGTH), self.longest)
+            i: min(padded_length(length, MIN_PADDED_LENGTH), self.max_length)
             for i, length in enumerate(lengths)
-            if length <= self.longest
+            if length <= self.max_length
         }
         if len(padded) < len(pairs):
             message = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
             message += "are skipped."
-            logger.warning(message, len(pairs) - len(padded), len(pairs), self.longest)
+            logger.warning(message, len(pairs) - len(padded), len(pairs), self.max_length)
         running: list[tuple[list[int], Array]] = []
         # Dispatch the longest pairs first, and all batches before waiting for the first result.
         longest_first = sorted(padded, key=padded.__getitem__, reverse=True)
         for length, indices in groupby(longest_first, key=padded.__getitem__):
             rows = self.config.batch_size * _FULL_BATCH_LENGTH // max(length, _FULL_BATCH_LENGTH)
             rows = max(1, rows // len(self._parameters))
-            for batch in blocks(indices, rows):
+            for batch in batched(indices, rows):
                 sides_2BL = np.full((2, rows, length), self._config.pad_id, np.int32)
                 for row, i in enumerate(batch):
                     source, target = pairs[i]

@@ -27,7 +27,7 @@ from transformer_jax.translation.requests import (
     GlossaryTerms,
     Request,
     Translation,
-    blocks,
+    batched,
     check_patterns,
 )
 from transformer_jax.translation.scoring import Scorer
@@ -72,8 +72,8 @@ class Translator:
         self._planner = Planner(
             tokenizer,
             frozenset(suppress if unk_id is None else (unk_id, *suppress)),
-            longest_source=self.engines[0].longest_source - 1,  # EOS takes one position
-            longest_prefix=self.config.longest_target(1, model.config.position_limit) - 1,
+            max_source_tokens=self.engines[0].max_source_length - 1,  # EOS takes one position
+            max_prefix_tokens=self.config.max_target_length(1, model.config.position_limit) - 1,
             can_have_terms=self.config.method == "beam",
             tags=TagCheck(tokenizer),
         )
@@ -159,7 +159,7 @@ class Translator:
         num_hypotheses: int = 1,
         window: int | None = None,
         layer: int | None = None,
-        divided: bool | None = None,
+        split_sentences: bool | None = None,
         protect: Sequence[str] = PLACEHOLDERS,
     ) -> Iterator[list[Translation]]:
         """Translate lines, and HTML and XML documents (``Request.format``), in order. Yields the
@@ -171,8 +171,8 @@ class Translator:
         warning and NaN scores. A line of more than ``config.max_source_length`` tokens, EOS
         included, is translated in segments, with a warning.
 
-        If ``divided``, each line is divided into sentences, which are translated alone. Scores of a
-        text with several sentences are sums.
+        If ``split_sentences``, each line is divided into sentences, which are translated alone.
+        Scores of a text with several sentences are sums.
 
         Each block of a document, such as a paragraph, is divided into sentences. Inline tags go
         around the words that align with theirs (``Scorer.align``, with this ``layer``).
@@ -190,11 +190,11 @@ class Translator:
         check_patterns(protect, "protect")
         requests = map(Request.of, lines, count(1))
         plans = (
-            self.plan(request, num_hypotheses, divided=divided, protect=protect)
+            self.plan(request, num_hypotheses, split_sentences=split_sentences, protect=protect)
             for request in requests
         )
         size = window or 100 * self.config.batch_size
-        return chain.from_iterable(self._run(block, layer) for block in blocks(plans, size))
+        return chain.from_iterable(self._run(block, layer) for block in batched(plans, size))
 
     def documents(
         self,

@@ -12,7 +12,7 @@ _HEADERS = {
 }
 
 
-class Refused(HTTPException):
+class RequestRejected(HTTPException):
     """Raised to reject a request that is too large or not allowed, or because the server is busy.
 
     Attributes:
@@ -27,9 +27,9 @@ class Refused(HTTPException):
 
 
 def check_limit(limit: int, count: int, items: str) -> None:
-    """Raise ``Refused`` if a request has more than ``limit`` of these items."""
+    """Raise ``RequestRejected`` if a request has more than ``limit`` of these items."""
     if count > limit:
-        raise Refused(
+        raise RequestRejected(
             413,
             f"The request has {count} {items}; expected at most {limit}. Split the request.",
             limit=limit,
