@@ -79,7 +79,7 @@ TRUNK = [
     "decoding.constraints",
     "decoding.lexical_constraints",
     "decoding.logits",
-    "decoding.length_penalty",
+    "decoding.ranking",
     "decoding.search",
     "decoding.beam_search",
     "decoding.sampling",

@@ -14,8 +14,8 @@ from reference_search import Rules, every_hypothesis, reference_search
 from reference_search import chain as as_model
 
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.length_penalty import length_penalty
 from transformer_jax.decoding.logits import log_sum_exp, top_k
+from transformer_jax.decoding.ranking import length_penalty
 from transformer_jax.decoding.search import (
     gather_beams,
     results,

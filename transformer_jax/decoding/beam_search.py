@@ -14,6 +14,7 @@ from jax import Array
 from transformer_jax.decoding import lexical_constraints
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
+from transformer_jax.decoding.ranking import ranking_score
 from transformer_jax.decoding.search import (
     NextToken,
     SearchMethod,
@@ -36,10 +37,8 @@ class BeamSearch(SearchMethod, BeamSettings):
     likely token until EOS.
 
     A sentence is done when no live hypothesis can still rank among its ``num_hypotheses_B`` best.
-    Log-probabilities never increase and the length penalty never decreases, so the best live
-    log-probability divided by the length penalty at the maximum length is an upper bound.
-
-    Finished hypotheses are ranked by log-probability / ``length_penalty`` (``length_penalty.py``).
+    Log-probabilities never increase, so the score of the best live log-probability at the maximum
+    length is an upper bound (``ranking_score``).
 
     If a sentence has terms, EOS is impossible before all are met, except at the last position, and
     ``lexical_constraints.allocate_beam`` replaces the order by log-probability. If no hypothesis
@@ -60,7 +59,7 @@ class BeamSearch(SearchMethod, BeamSettings):
 
         # EOS finishes a hypothesis only if it ranks among the first W. A beam of 1 is then greedy.
         top_candidates = jax.tree.map(lambda x: x[:, :W], candidates)
-        scores_BW = top_candidates.log_probs_BW / self.penalty(state.position_B + 1)[:, None]
+        scores_BW = ranking_score(top_candidates.log_probs_BW, state.position_B + 1, self)
         is_eos_BW = is_eos_BC[:, :W]
         if state.terms_BKAM is not None:
             progress = lexical_constraints.advance(candidates.progress, state.terms_BKAM, tokens_BC)
@@ -75,7 +74,7 @@ class BeamSearch(SearchMethod, BeamSettings):
         log_probs_BC = jnp.where(is_eos_BC, IMPOSSIBLE, candidates.log_probs_BW)
         log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
         live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
-        bound_B = log_probs_BW[:, 0] / self.penalty(state.limit_B)
+        bound_B = ranking_score(log_probs_BW[:, 0], state.limit_B, self)
         last_B1 = state.num_hypotheses_B[:, None] - 1
         worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
         done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)

@@ -10,6 +10,7 @@ from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
+from transformer_jax.decoding.ranking import ranking_score
 from transformer_jax.decoding.search import (
     NextToken,
     SearchMethod,
@@ -51,11 +52,11 @@ class Sampling(SearchMethod, SamplingSettings):
 
         live = extend(state.live, state.position_B, tokens_BW, token_log_probs_BW)
         ends_BW = tokens_BW == self.eos_id
-        penalty_B1 = self.penalty(state.position_B + 1)[:, None]
+        scores_BW = ranking_score(live.log_probs_BW, state.position_B + 1, self)
         log_probs_BW = jnp.where(ends_BW, IMPOSSIBLE, live.log_probs_BW)
         state = state._replace(
             live=live._replace(log_probs_BW=log_probs_BW),
-            finished=finish(state, live, ends_BW, live.log_probs_BW / penalty_B1),
+            finished=finish(state, live, ends_BW, scores_BW),
             done_B=(log_probs_BW <= IMPOSSIBLE / 2).all(axis=1),
         )
         return state, None

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
-from transformer_jax.decoding.length_penalty import length_penalty
 from transformer_jax.decoding.lexical_constraints import start_progress
 from transformer_jax.decoding.logits import log_sum_exp
 from transformer_jax.errors import UserError
@@ -70,7 +69,7 @@ class SearchResult(NamedTuple):
     tokens_BNL: Array
     """int32: the tokens, EOS, then PAD."""
     scores_BN: Array
-    """float32: ranking score, log-probability / ``length_penalty``."""
+    """float32: see ``ranking_score``."""
     log_probs_BN: Array
     """float32: sum of the tokens' log-probabilities, EOS included."""
     lengths_BN: Array
@@ -151,10 +150,6 @@ class SearchMethod(RankingSettings, ABC):
         """Add one token to every live hypothesis. Returns the state and each beam's parent (None:
         the beam itself). Sets ``done_B`` if no live hypothesis can improve the result.
         """
-
-    def penalty(self, lengths: Array) -> Array:
-        """Compute the length penalty for hypotheses of these lengths."""
-        return length_penalty(lengths, self.length_penalty, self.length_offset)
 
     def start(
         self,

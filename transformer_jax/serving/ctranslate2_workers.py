@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax import Bucket, Hypothesis, Sentence, Translator, UserError
+from transformer_jax.decoding.ranking import length_penalty
 from transformer_jax.decoding.scheduler import RunningBatch, Task
 from transformer_jax.decoding.workers import Workers
 from transformer_jax.devices.machine import num_cores
@@ -64,8 +65,9 @@ class CTranslate2Model:
             inter_threads=num_threads,
             intra_threads=1,
         )
-        lengths = jnp.arange(_MAX_LENGTH)
-        self._length_penalties = np.asarray(translator.engines[0].method.penalty(lengths))
+        alpha = self._config.length_penalty
+        penalties = length_penalty(jnp.arange(_MAX_LENGTH), alpha, self._config.length_offset)
+        self._length_penalties = np.asarray(penalties)
 
     def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
         """Find hypotheses for each sentence, best first."""

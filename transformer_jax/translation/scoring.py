@@ -18,7 +18,7 @@ from jax import Array
 from transformer_jax.decoding.devices import put_on_device
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import padded_length
-from transformer_jax.decoding.length_penalty import length_penalty
+from transformer_jax.decoding.ranking import ranking_score
 from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import single_device_mesh
 from transformer_jax.model.transformer import Transformer
@@ -103,11 +103,10 @@ class Scorer:
             log_probs = np.pad(log_probs[unscored_prefix_length:], (unscored_prefix_length, 0))
             log_prob = float(log_probs.sum(dtype=np.float64))
             length = len(log_probs)
-            penalty = length_penalty(length, self.config.length_penalty, self.config.length_offset)
             translations.append(
                 Translation(
                     text,
-                    log_prob / float(penalty),
+                    ranking_score(log_prob, length, self.config),
                     log_prob,
                     length,
                     tuple(self.tokenizer.target.tokens(ids)),
