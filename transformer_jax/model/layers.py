@@ -39,10 +39,11 @@ class Embedding(nnx.Module):
         If ``has_matrix`` is False, calls must pass the token matrix of another embedding.
         """
         self.matrix = embedding_matrix(vocab_size, config.d_model, rngs) if has_matrix else None
-        self.position_matrix = None
+        position_matrix = None
         if config.positions == "learned":
             num_positions = config.max_positions + config.position_offset
-            self.position_matrix = embedding_matrix(num_positions, config.d_model, rngs)
+            position_matrix = embedding_matrix(num_positions, config.d_model, rngs)
+        self.position_matrix = position_matrix
         self.norm = Norm(config) if config.embedding_norm else None
         self.config = config
         # Token id, outside the vocabulary, whose embedding is zero.
