@@ -69,8 +69,10 @@ def _ends_of_repeats(tokens_RL: Array, position_R: Array, n: int) -> Array:
     index_L = jnp.arange(length)
     repeats_RL = (index_L[None] >= n - 1) & (index_L[None] < position_R[:, None])
 
-    def narrowed(back: Array, repeats_RL: Array) -> Array:
-        last_R1 = jnp.take_along_axis(tokens_RL, jnp.maximum(position_R - back, 0)[:, None], axis=1)
-        return repeats_RL & (jnp.roll(tokens_RL, back, axis=1) == last_R1)
+    def keep_matching(distance: Array, repeats_RL: Array) -> Array:
+        last_R1 = jnp.take_along_axis(
+            tokens_RL, jnp.maximum(position_R - distance, 0)[:, None], axis=1
+        )
+        return repeats_RL & (jnp.roll(tokens_RL, distance, axis=1) == last_R1)
 
-    return jax.lax.fori_loop(1, min(n, length), narrowed, repeats_RL)
+    return jax.lax.fori_loop(1, min(n, length), keep_matching, repeats_RL)

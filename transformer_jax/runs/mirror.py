@@ -53,10 +53,10 @@ def mirror_files(
     """
     if model:
         mirror_folder(source / MODEL, target / MODEL, check_claim=check_claim)
-    names = _small_files(source)
+    names = _files_to_mirror(source)
     for name in names:
         copy_file(source / name, target / name)
-    for name in set(_small_files(target)).difference(names):
+    for name in set(_files_to_mirror(target)).difference(names):
         if isinstance(target, Path) or name in TOKENIZER_FILES:  # other files may not be ours
             remove_file(target / name)
 
@@ -111,7 +111,7 @@ def mirror_folder(
         delete_complete(target)
 
 
-def _small_files(folder: AnyPath) -> list[str]:
+def _files_to_mirror(folder: AnyPath) -> list[str]:
     return [
         name
         for name in files_in(folder)

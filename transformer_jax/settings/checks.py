@@ -27,7 +27,7 @@ class Range(NamedTuple):
 
 Positive = Annotated[int, Range(lambda n: 1 <= n < 2**31, "a positive number below 2^31")]
 # Larger values have no use and would run for hours or exhaust the memory without a message.
-Few = Annotated[int, Range(lambda n: 1 <= n <= 512, "a positive number up to 512")]
+SmallCount = Annotated[int, Range(lambda n: 1 <= n <= 512, "a positive number up to 512")]
 Size = Annotated[int, Range(lambda n: 1 <= n <= 2**16, "a number from 1 to 65,536")]
 Count = Annotated[int, Range(lambda n: 0 <= n < 2**31, "a number from 0 to 2^31 - 1")]
 PositiveFloat = Annotated[float, Range(lambda x: x > 0, "a positive number")]

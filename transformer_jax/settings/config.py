@@ -17,7 +17,6 @@ from typing import Literal
 from transformer_jax.settings.checks import (
     CharacterCoverage,
     Count,
-    Few,
     Fraction,
     LineLength,
     NonNegative,
@@ -27,6 +26,7 @@ from transformer_jax.settings.checks import (
     Rule,
     Section,
     Size,
+    SmallCount,
 )
 from transformer_jax.settings.roles import Changeable, Fixed, FixedOnResume, Free, PerProcess
 
@@ -54,9 +54,9 @@ class ModelConfig(Section, prefix="model."):
     """Width of queries and keys per head; None: d_model / num_heads."""
     d_v: Fixed[Positive | None] = None
     """Width of values per head; None: d_model / num_heads."""
-    num_layers: Fixed[Few] = 6
+    num_layers: Fixed[SmallCount] = 6
     """Number of layers N in the encoder and in the decoder."""
-    num_decoder_layers: Fixed[Few | None] = None
+    num_decoder_layers: Fixed[SmallCount | None] = None
     """Number of decoder layers if different from the encoder; None: num_layers."""
     dropout: Changeable[Fraction] = 0.1
     """Dropout on embeddings and sub-layer outputs (section 5.4)."""
@@ -92,7 +92,7 @@ class ModelConfig(Section, prefix="model."):
     """Number of learned positions. Other positions have no limit."""
     position_offset: Fixed[Literal[0] | Size] = 0
     """Position of the first token in the table of sinusoids or learned positions (2 in fairseq)."""
-    relative_buckets: Fixed[Few] = 32
+    relative_buckets: Fixed[SmallCount] = 32
     """relative: number of distance buckets, each with one bias per head."""
     relative_distance: Fixed[Size] = 128
     """relative: distances from this value on share one bucket."""
@@ -254,7 +254,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     bpe_dropout: FixedOnResume[Fraction] = 0.0
     """BPE-dropout (Provilkov et al., 2020): probability of dropping a merge (usually 0.1); 0: off.
     Requires the bpe algorithm."""
-    bpe_dropout_samples: FixedOnResume[Few] = 8
+    bpe_dropout_samples: FixedOnResume[SmallCount] = 8
     """With bpe_dropout: number of copies of each training pair in the corpus, each in a newly drawn
     segmentation. An epoch contains all of them."""
     model: Fixed[str] = ""
@@ -401,7 +401,7 @@ class DataConfig(Section, prefix="data."):
     max_target_length: Fixed[Positive] = 256
     """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    workers: PerProcess[Literal[0] | Few] = 0
+    workers: PerProcess[Literal[0] | SmallCount] = 0
     """Number of processes for tokenization; 0: one per CPU core."""
 
 
@@ -416,7 +416,7 @@ class BatchConfig(Section, prefix="batch."):
     tokens: Positive = 25_000
     """Global batch size: number of source tokens and of target tokens per step, including padding
     (25,000 each in the paper)."""
-    buckets: Few = 8
+    buckets: SmallCount = 8
     """bucketed: number of buckets, each padded to one (source length, target length). More buckets
     mean less padding, but each is compiled separately."""
     row_length: Size = 256
@@ -559,7 +559,7 @@ class TrainingConfig(LossSettings, prefix="training."):
 class RankingSettings(Section):
     """Settings of every search method. Hypotheses are ranked by log P / length penalty."""
 
-    beam_size: Few = 4
+    beam_size: SmallCount = 4
     """beam: number of hypotheses kept per sentence (1: greedy). sample: number of samples."""
     length_penalty: NonNegative = 0.6
     """Length penalty (length normalization): alpha in log P / ((c + length) / (c + 1))^alpha, where

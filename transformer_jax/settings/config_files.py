@@ -56,7 +56,7 @@ def load_config_file(path: str | Path) -> Config:
             "work directory's config.json, or the name of a recipe, such as demo."
         )
     if path.suffix == ".py":
-        return _run(path, argument)
+        return _run_recipe(path, argument)
     try:
         return from_json(path.read_bytes())
     except UserError as error:
@@ -79,7 +79,7 @@ def recipe_path(name: str) -> Path:
     return path
 
 
-def _run(path: Path, argument: str | None) -> Config:
+def _run_recipe(path: Path, argument: str | None) -> Config:
     names = runpy.run_path(str(path))
     if "get_config" not in names:
         raise UserError(

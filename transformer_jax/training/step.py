@@ -156,12 +156,12 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
 def _checking_rows(compiled: Any, mesh: Mesh, microbatches: int = 1) -> Any:
     """Raise ``UserError`` for batches that do not divide evenly, before JAX does."""
 
-    def call(state: Any, batch: Batch) -> Any:
+    def checked_call(state: Any, batch: Batch) -> Any:
         check_rows(mesh, len(batch.source_BS), microbatches, "The number of rows in the batch")
         return compiled(state, batch)
 
-    call.lower = compiled.lower  # type: ignore[attr-defined]
-    return call
+    checked_call.lower = compiled.lower  # type: ignore[attr-defined]
+    return checked_call
 
 
 def init_state(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeAlias
 
-from transformer_jax.settings.checks import Few, Section
+from transformer_jax.settings.checks import Section, SmallCount
+from transformer_jax.translation.documents.formats import FORMATS
 from transformer_jax.translation.input_file import Format, Record
 from transformer_jax.translation.requests import Translation
 
@@ -17,7 +18,7 @@ from transformer_jax.translation.requests import Translation
 class OutputFlags(Section, prefix="--"):
     """Output for each translation."""
 
-    nbest: Few = 1
+    nbest: SmallCount = 1
     """Number of translations per sentence. If more than 1, each is a line `number ||| translation
     ||| score`, best first; in JSONL, the `hypotheses` field lists them. Sampling draws this many,
     whatever --beam-size is.
@@ -110,11 +111,11 @@ class Writer(Protocol):
 
 def output_writer(flags: OutputFlags, format: Format, *, log_probs: bool = False) -> Writer:
     """Return the writer for an input format. ``log_probs`` is for text: see ``TextWriter``."""
+    if format in FORMATS:
+        return DocumentWriter()
     if format == "jsonl":
         return JsonWriter(flags)
-    if format == "text":
-        return TextWriter(flags, log_probs=log_probs)
-    return DocumentWriter()
+    return TextWriter(flags, log_probs=log_probs)
 
 
 _SEPARATOR = " ||| "
