@@ -109,8 +109,8 @@ def load(job: Answer) -> tuple[Config, Any, Any]:
 def export(job: Answer) -> Engine:
     """Write the model, its vocabulary and the source sentences to ``job["folder"]``."""
     from transformer_jax.data.text_files import read_lines
-    from transformer_jax.export.ctranslate2 import export_ctranslate2
     from transformer_jax.export.huggingface import export_huggingface
+    from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
 
     config, model, tokenizer = load(job)
     folder = Path(job["folder"])

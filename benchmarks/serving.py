@@ -8,8 +8,9 @@ length. Latency is the time from sending a request to receiving its response. Cl
 same cores as the service. Flags after ``--`` set the search of all engines; CTranslate2 needs
 ``--length-offset 0``.
 
-``ours`` computes in the data type that ``model.dtype`` auto chooses. ``ours_float32 / this`` is the
-ratio of throughputs (median, lowest and highest of the rounds): above 1, ``ours_float32`` is
+``ours`` computes in the data type that ``model.dtype`` auto chooses. ``ours_ctranslate2`` is our
+service with CTranslate2 as its engine, so it compares the HTTP layers. ``ours_float32 / this`` is
+the ratio of throughputs (median, lowest and highest of the rounds): above 1, ``ours_float32`` is
 faster. ``differ`` counts responses that are not the same text as the engine's own translation of
 the file: decode.py's for ours, ``translate_file``'s for CTranslate2 (batches of other sizes round
 differently). ``CPU ms`` is the server's CPU time per sentence, which depends less on other programs
@@ -46,11 +47,13 @@ from urllib.request import urlopen
 from benchmarks.in_turn import ROOT, Answer, Table, absolute, finish, measure, parser
 
 Pairs = list[tuple[str, str]]  # a line and its expected translation
-OURS: dict[str, tuple[Any, Any]] = {  # model.dtype and decoding.weights
-    "ours": ("auto", "auto"),
-    "ours_float32": ("float32", "auto"),
-    "ours_bfloat16": ("bfloat16", "auto"),
-    "ours_int8": ("auto", "int8"),
+OURS: dict[str, tuple[Any, Any, str]] = {  # model.dtype, decoding.weights and --engine
+    "ours": ("auto", "auto", "jax"),
+    "ours_float32": ("float32", "auto", "jax"),
+    "ours_bfloat16": ("bfloat16", "auto", "jax"),
+    "ours_int8": ("auto", "int8", "jax"),
+    "ours_ctranslate2": ("float32", "auto", "ctranslate2"),
+    "ours_ctranslate2_int8": ("auto", "int8", "ctranslate2"),
 }
 PEERS = {"ctranslate2": "float32", "ctranslate2_int8": "int8"}
 _BATCHES = 1, 4, 16, 64  # sentences per call of CTranslate2
@@ -135,16 +138,16 @@ def export(workdir: str, folder: Path, engines: list[str], flags: list[str]) -> 
     from flax import nnx
 
     from transformer_jax import load_model, save_model
-    from transformer_jax.export.ctranslate2 import export_ctranslate2
     from transformer_jax.model.matmul import compute_dtype
     from transformer_jax.model.transformer import abstract_model
+    from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
     from transformer_jax.translation.flags import checked_flags
 
     config, model, tokenizer = load_model(workdir)
     config = replace(config, decoding=checked_flags(["--workdir", workdir, *flags])[0].search)
     dtypes = {}
     for name in [each for each in engines if each in OURS]:
-        dtype, weights = OURS[name]
+        dtype, weights, _ = OURS[name]
         shape = replace(config.model, dtype=dtype)
         model = nnx.merge(abstract_model(shape).graph, nnx.to_pure_dict(nnx.state(model)))
         own = replace(config, decoding=replace(config.decoding, weights=weights))
@@ -240,7 +243,9 @@ def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> T
             peers[name] = Peer(PEERS[name], arguments.threads, folder, stack)
             peers[name].translate(arguments.input, target)
         else:
+            engine = OURS[name][2]
             decode = [sys.executable, "decode.py", "--workdir", str(folder / name)]
+            decode += ["--engine", engine]
             files = ["--input", str(arguments.input), "--output", str(target)]
             subprocess.run([*decode, *files], cwd=ROOT, check=True)
             checkouts = {name: (ROOT, folder / name)}
@@ -249,7 +254,7 @@ def measured(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> T
                 checkouts["against"] = (arguments.against, arguments.workdir)
             for server, (checkout, workdir) in checkouts.items():
                 command = [sys.executable, "-m", "transformer_jax.serving", "--languages=en-de"]
-                command += ["--workdir", str(workdir)]
+                command += ["--workdir", str(workdir), "--engine", engine]
                 servers[server] = start(command, checkout, folder / f"{server}.log", stack)
         expected = zip(read_lines(str(arguments.input)), read_lines(str(target)), strict=True)
         pairs[name] = list(expected)

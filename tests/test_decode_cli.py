@@ -121,6 +121,22 @@ def test_n_best(decode, expected):
     assert all(re.fullmatch(r"-?\d+\.\d{4}", row[2]) for row in rows)
 
 
+def test_ctranslate2_translates_the_same_lines(decode, expected, workdir):
+    flags = ("--length-offset", 0, "--patience", 50)
+    status, out, err = decode("--engine", "auto", *flags, "--alignments", "hard")
+    assert status == 0 and "Engine ctranslate2" in err
+    found = [line.rpartition(" ||| ")[0] for line in out.split("\n")[:-1]]
+    assert [bool(line) for line in found] == [bool(line) for line in expected]
+    translator = Translator.from_workdir(
+        workdir, engine="ctranslate2", length_offset=0.0, patience=50.0
+    )
+    assert found == translator.translate(LINES)
+    # Lines of JSONL can have glossaries.
+    record = b'{"text": "one two"}\n'
+    status, _, err = decode("--engine", "auto", "--format", "jsonl", stdin=record)
+    assert status == 0 and "Engine jax. Glossaries, which lines of JSONL can have, work" in err
+
+
 def test_reference(decode, expected, tmp_path):
     reference = tmp_path / "reference"
     reference.write_text("".join(line + "\n" for line in expected))
@@ -431,6 +447,14 @@ def test_defaults_that_depend_on_other_flags(workdir):
         (("--alignments", "hard", "--alignment-layer", 3), "layer is 3; expected -1 to 0"),
         (("--format", "jsonl", "--text-field", "x"), "line 1 is not valid JSON"),
         (("--reference", __file__, "--bleu-tokenize", "x"), "BLEU tokenizer 'x' cannot be used"),
+        (
+            ("--engine", "ctranslate2", "--token-scores", "--format", "jsonl"),
+            "--engine ctranslate2: --token-scores works only with JAX. Or use --engine jax.",
+        ),
+        (
+            ("--engine", "ctranslate2", "--method", "sample"),
+            "--engine ctranslate2: decoding.method is 'sample'; expected 'beam'",
+        ),
     ],
 )
 def test_invalid_flags_give_one_error_line_and_status_2(decode, flags, message):

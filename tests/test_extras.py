@@ -23,7 +23,8 @@ USES = {  # code that needs the packages of an extra
     "paper": "import runpy; runpy.run_path('examples/paper_bleu.py')['moses']('de')",
     "report": "from transformer_jax.report.__main__ import Arguments, _run\n"
     "_run(Arguments(('.',), 'report.html'))",
-    "export": "from transformer_jax.export.ctranslate2 import _spec; _spec(None)",
+    "export": "from transformer_jax.pretrained.ctranslate2 import check_ctranslate2\n"
+    "check_ctranslate2(transformer_jax.ModelConfig())",
     "gcs": "from transformer_jax.storage.files import to_path; to_path('gs://bucket/run')",
     "s3": "from transformer_jax.storage.files import to_path; to_path('s3://bucket/run')",
 }

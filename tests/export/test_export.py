@@ -41,10 +41,10 @@ from transformer_jax import (
     save_model,
 )
 from transformer_jax.export.__main__ import main
-from transformer_jax.export.ctranslate2 import export_ctranslate2
 from transformer_jax.export.huggingface import export_huggingface
-from transformer_jax.export.shared import write_model_card
+from transformer_jax.export.model_card import write_model_card
 from transformer_jax.pretrained.__main__ import main as import_main
+from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
 from transformer_jax.pretrained.loading import import_huggingface
 
 EXPORTS = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
@@ -674,7 +674,7 @@ def test_what_a_failed_export_wrote_is_removed(error, run, tmp_path, monkeypatch
         (given[3] / "model.bin").write_text("half")
         raise error
 
-    monkeypatch.setattr("transformer_jax.export.ctranslate2.export_ctranslate2", fail)
+    monkeypatch.setattr("transformer_jax.pretrained.ctranslate2.export_ctranslate2", fail)
     status, _ = run("ctranslate2")
     assert status == (130 if error is KeyboardInterrupt else 2)
     assert not (tmp_path / "out").exists()

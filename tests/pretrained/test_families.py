@@ -28,11 +28,11 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from transformer_jax.errors import UserError
 from transformer_jax.export.__main__ import main as export
-from transformer_jax.export.ctranslate2 import export_ctranslate2
 from transformer_jax.export.huggingface import export_huggingface
 from transformer_jax.model.positions import RelativeBias
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.pretrained.__main__ import main
+from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.loading import import_huggingface, load_model
 from transformer_jax.settings.config import Config, ModelConfig

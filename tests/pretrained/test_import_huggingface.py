@@ -22,9 +22,9 @@ from transformers.activations import ACT2CLS
 
 from tests.pretrained.test_family_tokenizers import hostile
 from transformer_jax.errors import UserError
-from transformer_jax.export.ctranslate2 import export_ctranslate2
 from transformer_jax.export.huggingface import export_huggingface
 from transformer_jax.pretrained.__main__ import main
+from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
 from transformer_jax.pretrained.loading import import_huggingface, load_model
 from transformer_jax.report.attention import sentence_attention
 from transformer_jax.runs import model_folder

@@ -280,7 +280,7 @@ def test_languages_health_metrics_and_docs(server: Server) -> None:
     languages = [{"code": "en", "name": "en", "targets": ["de"]}]
     languages += [{"code": "de", "name": "de", "targets": []}]
     assert server.request("GET", "/languages").json == languages
-    assert server.request("GET", "/health").json == {"status": "ok"}
+    assert server.request("GET", "/health").json == {"status": "ok", "engine": "jax"}
     server.ask(q="one")
     figures = server.request("GET", "/metrics").body.decode()
     assert 'http_requests_total{handler="/translate",method="POST",status="200"}' in figures
@@ -626,7 +626,7 @@ def test_requests_fail_during_compilation_and_after_a_failure(translator) -> Non
         Service.status = property(lambda self: seen.append(1) or "ok")  # serving() waits for it
         with serving(service, translator) as server:
             Service.status = status
-            assert server.request("GET", "/health").json == {"status": "compiling"}
+            assert server.request("GET", "/health").json == {"status": "compiling", "engine": "jax"}
             reply = server.ask(q="one")
             assert reply.status == 503 and "compiling" in reply.json["error"]
             go_on.set()
@@ -654,7 +654,7 @@ def test_each_models_failure_shows(
         workers = strict.service.models[Pair(source, "de")].workers
         monkeypatch.setattr(workers, "failure", SearchFailed("out of memory"))
     health = strict.request("GET", "/health")
-    assert health.status == 503 and health.json == {"status": "failed"}
+    assert health.status == 503 and health.json == {"status": "failed", "engine": "jax"}
     for path in "/translate", "/translate/stream":
         for source in "en", "fr":
             reply = strict.ask(path, q="one", source=source)

@@ -22,7 +22,13 @@ from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket, make_buckets, pad_batch
 from transformer_jax.decoding.lexical_constraints import TABLE_SIZES
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, Task, run_until_idle
+from transformer_jax.decoding.scheduler import (
+    RunningBatch,
+    Scheduler,
+    SearchEngine,
+    Task,
+    run_until_idle,
+)
 from transformer_jax.decoding.search import Hypothesis, SearchMethod, SearchResult, Sentence
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.matmul import check_int8
@@ -159,6 +165,10 @@ class Engine:
         """Return the buckets for sentences with up to ``max_terms`` terms, or without terms."""
         shapes = [(), *(shape for shape in TABLE_SIZES if shape[0] <= max_terms)]
         return [bucket._replace(terms=shape) for shape in shapes for bucket in self.buckets]
+
+    def new_batch(self, bucket: Bucket, *, is_resizable: bool = False) -> EngineBatch:
+        """Prepare batch rows for sentences of a bucket; see ``EngineBatch``."""
+        return EngineBatch(self, bucket, is_resizable=is_resizable)
 
     def encode(self, bucket: Bucket, sentences: Sequence[Sentence]) -> Rows:
         """Encode up to ``bucket.encode_batch_size`` sentences of one padded length."""
@@ -337,7 +347,7 @@ def _hypotheses(results: SearchResult, index: int) -> list[Hypothesis]:
 
 
 def search_together(
-    engines: Sequence[Engine], sentences: Sequence[Sentence]
+    engines: Sequence[SearchEngine], sentences: Sequence[Sentence]
 ) -> list[list[Hypothesis]]:
     """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
     engines than needed to give every sentence a row.
@@ -349,7 +359,7 @@ def search_together(
     if buckets:
         engines = engines[: -(-len(sentences) // buckets[0].rows)]
     schedulers = [
-        Scheduler([EngineBatch(engine, bucket) for bucket in dict.fromkeys(buckets)])
+        Scheduler([engine.new_batch(bucket) for bucket in dict.fromkeys(buckets)])
         for engine in engines
     ]
     futures: dict[int, Future[list[Hypothesis]]] = {}

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from typing import Protocol
 
 from transformer_jax.decoding.length_buckets import Bucket
 from transformer_jax.decoding.search import Hypothesis, Sentence
@@ -112,6 +113,21 @@ class RunningBatch(ABC):
     @abstractmethod
     def release(self) -> None:
         """Free the memory of the rows. All sentences must be done by then on the device."""
+
+
+class SearchEngine(Protocol):
+    """Searches on one device: ``Engine``, or ``CTranslate2Engine``."""
+
+    def bucket_of(self, sentence: Sentence) -> Bucket:
+        """Find the bucket of a sentence. Raises ``UserError`` if there is none."""
+
+    def buckets_with_terms(self, max_terms: int) -> list[Bucket]:
+        """Return the buckets for sentences with up to ``max_terms`` terms, or without terms."""
+
+    def new_batch(self, bucket: Bucket, *, is_resizable: bool = False) -> RunningBatch:
+        """Prepare batch rows for sentences of a bucket. If ``is_resizable``, ``compile_next`` and
+        ``resize`` set their number.
+        """
 
 
 class _WaitingTasks:

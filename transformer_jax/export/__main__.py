@@ -54,9 +54,10 @@ class Export:
                 )
         # Import late, so that flags are checked before JAX is loaded.
         from transformer_jax import load_model
-        from transformer_jax.export.ctranslate2 import export_ctranslate2, pack_argos
+        from transformer_jax.export.argos import pack_argos
         from transformer_jax.export.huggingface import export_huggingface
-        from transformer_jax.export.shared import write_model_card
+        from transformer_jax.export.model_card import write_model_card
+        from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
 
         with new_folder(self.output, "output") as folder:
             config, model, tokenizer = load_model(self.workdir)

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from transformer_jax import Config, Tokenizer, Transformer
-from transformer_jax.export.shared import check_fields, write_json, write_sentencepiece
+from transformer_jax.pretrained.export_files import check_fields, write_json, write_sentencepiece
 from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.search_settings import length_limits, to_transformers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from transformer_jax import ModelConfig, Transformer, UserError, model_from_arrays
-from transformer_jax.export.shared import check_fields
+from transformer_jax.pretrained.export_files import check_fields
 from transformer_jax.pretrained.weights import (
     WeightNames,
     from_library,
@@ -134,7 +134,11 @@ def to_torch(model: Transformer) -> TorchModules:
         config,
         "torch.nn.Transformer",
         activation=tuple(_ACTIVATIONS),
+        norm=("post", "pre"),
+        final_norm=(None, True, False),
         norm_type=("layer",),
+        positions=("interleaved", "tensor2tensor", "learned"),
+        tie_embeddings=("all", "embeddings", "target", "none"),
     )
     weights = to_library(with_biases(model), _LIBRARY)
     tensors = {name: torch.tensor(x) for name, x in weights.items()}

@@ -147,17 +147,10 @@ def plain_weights(model: Transformer) -> Weights:
 
 def with_biases(model: Transformer) -> Weights:
     """Return the plain weights of ``model``, with zeros for all biases that it does not have.
-
-    Raises ``UserError`` for a head size other than d_model / num_heads, which other libraries do
-    not support.
+    Raises the same error as ``check_head_widths``.
     """
     config = model.config
-    for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
-        if width * config.num_heads != config.d_model:
-            raise UserError(
-                f"model.{name} is {width}; expected model.d_model / model.num_heads = "
-                f"{config.d_model} / {config.num_heads}. Other libraries require this size."
-            )
+    check_head_widths(config)
     weights = plain_weights(model)
     biases: Weights = {"softmax_bias": np.zeros(config.vocab_size, np.float32)}
     for name, x in weights.items():
@@ -166,6 +159,18 @@ def with_biases(model: Transformer) -> Weights:
         if name.endswith("norm.scale") and config.norm_type == "layer":
             biases[name.replace("scale", "bias")] = np.zeros(len(x), np.float32)
     return biases | weights
+
+
+def check_head_widths(config: ModelConfig) -> None:
+    """Raise ``UserError`` for a head size other than d_model / num_heads, which other libraries do
+    not support.
+    """
+    for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
+        if width * config.num_heads != config.d_model:
+            raise UserError(
+                f"model.{name} is {width}; expected model.d_model / model.num_heads = "
+                f"{config.d_model} / {config.num_heads}. Other libraries require this size."
+            )
 
 
 def put_sines_first(name: str, x: np.ndarray, *, back: bool = False) -> np.ndarray:

@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer_jax import UserError, run_program
@@ -129,11 +128,9 @@ def _load(arguments: Arguments, served: Sequence[ServedModel]) -> Service:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s
     models: dict[Any, AsyncTranslator] = {}
     for workdir, pairs, search in served:
-        model = AsyncTranslator.from_workdir(workdir, max_terms=arguments.max_terms, **vars(search))
-        if arguments.engine == "ctranslate2":
-            from transformer_jax.serving.ctranslate2_workers import ctranslate2_workers
-
-            model.workers = ctranslate2_workers(model.translator, Path(workdir) / "ctranslate2")
+        model = AsyncTranslator.from_workdir(
+            workdir, max_terms=arguments.max_terms, engine=arguments.engine, **vars(search)
+        )
         if (tokenizer := model.translator.tokenizer).languages.tokens:
             for languages in pairs:
                 tokenizer.affixes(*languages, "--languages: ")  # raises an error for unknown ones

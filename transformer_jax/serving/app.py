@@ -130,7 +130,7 @@ class App:
         """Readiness check: 200 once compilation is done, otherwise 503."""
         status = self.service.status
         response.status_code = 200 if status == "ok" else 503
-        return Status(status=status)
+        return Status(status=status, engine=self.service.engine)
 
     async def _events(self, answering: PendingAnswer, end: float) -> AsyncIterator[bytes]:
         kind = "sentence"

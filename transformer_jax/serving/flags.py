@@ -14,6 +14,7 @@ import tyro
 
 from transformer_jax import DecodingConfig, UserError, flag_values, load_config_file, parse_flags
 from transformer_jax.errors import short_repr
+from transformer_jax.settings.config import EngineName
 from transformer_jax.translation.requests import check_patterns
 
 # In zh-Hans-en, the capital shows that Hans is not a language.
@@ -62,9 +63,9 @@ class Arguments:
     """Names in the Host header of accepted requests, or * for any. Default: on a loopback address,
     localhost and that address, so that no other site can use its own name for this server;
     otherwise any."""
-    engine: Literal["jax", "ctranslate2"] = "jax"
-    """Program that searches. ctranslate2 is faster for small models on a CPU and reads
-    WORKDIR/ctranslate2, written by ``transformer_jax.export``."""
+    engine: EngineName = "auto"
+    """Program that searches. jax: our exact search. ctranslate2: faster for small models on a CPU,
+    with another stopping rule (docs/serving.md). auto: ctranslate2 if it can do what is asked."""
     max_queue: int = 1024
     """Maximum number of sentences in progress. Requests beyond this limit get status 503; a single
     request with more sentences gets 413. A sentence longer than ``max_source_length`` counts once
@@ -106,8 +107,6 @@ def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[ServedMod
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
     check_patterns(arguments.protect, "--protect")
     _check_networks(arguments.trusted_proxies)
-    if arguments.engine == "ctranslate2" and arguments.max_terms:
-        raise UserError("--max-terms needs --engine jax; CTranslate2 has no search for terms.")
     pairs = _pairs(arguments)
     from transformer_jax import local_workdir  # loads JAX, which --help does not need
 

@@ -169,7 +169,11 @@ State = Literal["ok", "compiling", "failed"]
 class Status(BaseModel):
     """Server status."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     status: State
+    engine: str
+    """Program that searches: jax, ctranslate2, or both for different models."""
 
 
 class Error(BaseModel):

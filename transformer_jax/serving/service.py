@@ -79,6 +79,15 @@ class Service:
             return "failed"
         return self._status
 
+    @property
+    def engine(self) -> str:
+        """Names of the engines of all models, separated by commas."""
+        engines = {
+            "ctranslate2" if model.translator.ctranslate2 else "jax"
+            for model in self._distinct_models
+        }
+        return ", ".join(sorted(engines))
+
     async def begin(self, query: Query) -> PendingAnswer:
         """Check a query, divide its texts into sentences and start translating them.
 

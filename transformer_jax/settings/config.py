@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from transformer_jax.settings.checks import (
     CharacterCoverage,
@@ -602,6 +602,10 @@ class ConstraintSettings(Section):
     """Minimum number of tokens in a translation."""
     no_repeat_ngram: Count = 0
     """Block repeated n-grams of this size within a translation (Paulus et al., 2017); 0: off."""
+
+
+EngineName: TypeAlias = Literal["jax", "ctranslate2", "auto"]
+"""Programs that search. auto: ctranslate2 on a CPU, if it can do what is asked, otherwise jax."""
 
 
 @dataclass(frozen=True, kw_only=True)

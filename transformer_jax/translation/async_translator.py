@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from transformer_jax.decoding.devices import devices_for_rows
-from transformer_jax.decoding.engine import EngineBatch
 from transformer_jax.decoding.length_buckets import padded_length
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.decoding.workers import Workers
 from transformer_jax.pretrained.loading import local_workdir
+from transformer_jax.settings.config import EngineName
 from transformer_jax.settings.config_files import load_config_file
 from transformer_jax.translation.plan import Part
 from transformer_jax.translation.requests import Request, Translation
@@ -45,10 +45,10 @@ class AsyncTranslator:
         """
         self.translator = translator
         self.config = translator.config
-        engines = translator.engines
+        engines = translator.search_engines
         buckets = engines[0].buckets_with_terms(max_terms)
         batches = [
-            [EngineBatch(engine, bucket, is_resizable=True) for bucket in buckets]
+            [engine.new_batch(bucket, is_resizable=True) for bucket in buckets]
             for engine in engines
         ]
         self.workers = Workers(batches, engines[0].bucket_of)
@@ -57,19 +57,29 @@ class AsyncTranslator:
         self._align_executor = ThreadPoolExecutor(1, thread_name_prefix="align")
 
     @classmethod
-    def from_workdir(cls, workdir: str | Path, *, max_terms: int = 0, **settings: Any) -> Self:
+    def from_workdir(
+        cls,
+        workdir: str | Path,
+        *,
+        max_terms: int = 0,
+        engine: EngineName = "jax",
+        **settings: Any,
+    ) -> Self:
         """Load the model of a training run on all devices.
 
         ``workdir`` is the path or URL of a work directory or of one of its checkpoints.
         ``settings`` override fields of the run's ``decoding`` config.
 
         Raises:
-          UserError: see ``load_model`` and ``Translator``.
+          UserError: see ``load_model``, ``Translator`` and ``choose_engine``.
         """
         folder = local_workdir(workdir)
         rows = replace(load_config_file(folder).decoding, **settings).batch_size
         devices = devices_for_rows(rows)  # before JAX is initialized
-        translator = Translator.from_workdir(folder, devices=devices, **settings)
+        jax_only = "Glossary terms (--max-terms) work" if max_terms else ""
+        translator = Translator.from_workdir(
+            folder, devices=devices, engine=engine, jax_only=jax_only, **settings
+        )
         return cls(translator, max_terms=max_terms)
 
     def start(self) -> None:
@@ -88,7 +98,7 @@ class AsyncTranslator:
     ) -> list[Translation]:
         """Translate a line or a document. Returns its translations, best first (see
         ``Translator.stream``). ``alignments`` adds alignments to those of a line (see
-        ``Scorer.align``). Canceling the task frees its rows.
+        ``Scorer.align_and_score``). Canceling the task frees its rows.
 
         Raises:
           UserError: see ``Translator.stream``; ``start`` has not been called.
@@ -124,12 +134,22 @@ class AsyncTranslator:
             translations = await asyncio.to_thread(part.join, hypotheses)
         else:
             translations = part.join(hypotheses)
-        if not alignments:  # a document's part is aligned unless it is too long
-            alignments = part.needs_alignment and self._can_align(part, translations)
-        if not alignments:
-            return translations
+        if alignments:
+            return await self._call_scorer(self._scorer.align_and_score, part, translations)
+        # A document's part is aligned unless it is too long.
+        if part.needs_alignment and self._can_align(part, translations):
+            return await self._call_scorer(self._scorer.align, part, translations)
+        return translations
+
+    async def _call_scorer(
+        self,
+        method: Callable[[Sequence[tuple[Request, Translation]]], list[Translation]],
+        part: Part,
+        translations: Sequence[Translation],
+    ) -> list[Translation]:
+        """Add alignments or scores to translations, in a thread."""
         pairs = [(part.request, translation) for translation in translations]
-        return await asyncio.wrap_future(self._align_executor.submit(self._scorer.align, pairs))
+        return await asyncio.wrap_future(self._align_executor.submit(method, pairs))
 
     def _can_align(self, part: Part, translations: Sequence[Translation]) -> bool:
         """Whether a part and its translations are at most as long as a sentence that is searched at

@@ -14,7 +14,7 @@ from transformer_jax.cli import flag_values, parse_flags
 from transformer_jax.data.text_files import COMPRESSED_SUFFIXES
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Positive, Rule, Section
-from transformer_jax.settings.config import Config, DecodingConfig
+from transformer_jax.settings.config import Config, DecodingConfig, EngineName
 from transformer_jax.settings.config_files import load_config_file
 from transformer_jax.storage.files import check_not_input, existing_folder, is_url
 from transformer_jax.translation.documents.formats import FORMATS, FormatName
@@ -122,10 +122,24 @@ class Arguments:
     """Path or URL of a work directory or of one of its checkpoints. Several work directories form
     an ensemble, which averages the models' probabilities.
     """
+    engine: EngineName = "jax"
+    """Program that searches. jax: our exact search. ctranslate2: faster for small models on a CPU,
+    with another stopping rule (docs/decoding.md). auto: ctranslate2 if it can do what is asked."""
     files: Annotated[Files, _UNNAMED] = Files()
     results: Annotated[OutputFlags, _UNNAMED] = OutputFlags()
     scoring: Annotated[ScoringFlags, _UNNAMED] = ScoringFlags()
     search: Annotated[DecodingConfig, _UNNAMED] = DecodingConfig()
+
+    @property
+    def jax_only(self) -> str:
+        """A request that needs ``--engine jax``, as the beginning of a sentence; '': none."""
+        if self.files.glossary:
+            return "--glossary works"
+        if self.results.token_scores:
+            return "--token-scores works"
+        if self.files.format == "jsonl" and self.engine == "auto":
+            return "Glossaries, which lines of JSONL can have, work"
+        return ""
 
 
 def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, Config]:

@@ -261,8 +261,8 @@ class Planner:
     """Maximum number of source tokens of a sentence, without EOS."""
     max_prefix_tokens: int
     """Maximum number of target tokens of a prefix."""
-    can_have_terms: bool
-    """Whether the search supports glossaries."""
+    no_terms_because: str
+    """The reason that the search supports no glossaries; '': it does."""
     tags: TagCheck
 
     def glossary(self, terms: GlossaryTerms, name: str) -> Glossary:
@@ -489,9 +489,9 @@ class _PartMaker:
     def _term_table(self, terms: Terms) -> np.ndarray | None:
         if not terms:
             return None
-        if not self._planner.can_have_terms:
+        if self._planner.no_terms_because:
             raise UserError(
-                "decoding.method is 'sample'; expected 'beam', because only beam search can use a "
+                f"{self._planner.no_terms_because}, because only our beam search can use a "
                 "glossary."
             )
         alternatives = [[target.ids for target in targets] for targets in terms.values()]

@@ -139,6 +139,7 @@ def _load(arguments: Arguments) -> TranslateFunction:
     """
     from transformer_jax.decoding.devices import devices_for_rows
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
+    from transformer_jax.translation.engine_choice import choose_engine
     from transformer_jax.translation.glossary import read_glossary
     from transformer_jax.translation.loading import load_models
     from transformer_jax.translation.scoring import Scorer
@@ -158,7 +159,12 @@ def _load(arguments: Arguments) -> TranslateFunction:
     size = files.window or 100 * arguments.search.batch_size
     translate: TranslateFunction
     if arguments.scoring.score_targets is None:
-        translator = Translator(*model_parts, devices=devices, glossary=glossary)
+        ctranslate2 = choose_engine(
+            *(arguments.engine, arguments.workdir[0], *model_parts), jax_only=arguments.jax_only
+        )
+        translator = Translator(
+            *model_parts, devices=devices, glossary=glossary, ctranslate2=ctranslate2
+        )
         translate = _make_translate_function(translator, arguments, size)
         if not arguments.results.alignments:
             return translate

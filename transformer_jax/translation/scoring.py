@@ -138,6 +138,21 @@ class Scorer:
             aligned.append(translation)
         return aligned
 
+    def align_and_score(
+        self, pairs: Sequence[tuple[str | Request, Translation]]
+    ) -> list[Translation]:
+        """Add an ``alignment`` to each translation, and ``token_log_probs`` to those that have
+        none, because another engine found them.
+        """
+        aligned = self.align(pairs)
+        missing = [i for i, translation in enumerate(aligned) if not translation.token_log_probs]
+        requests = [Request.of(pairs[i][0], i + 1) for i in missing]
+        targets = [self.tokenizer.target.ids(aligned[i].tokens) for i in missing]
+        scored = self.score_tokens(list(zip(self._sources(requests), targets)))
+        for i, log_probs in zip(missing, scored):
+            aligned[i] = replace(aligned[i], token_log_probs=tuple(map(float, log_probs)))
+        return aligned
+
     def _sources(self, requests: Sequence[Request]) -> list[list[int]]:
         encoded = self.tokenizer.source.encode([each.text for each in requests])
         return [each.affixes(self.tokenizer).source(ids) for each, ids in zip(requests, encoded)]

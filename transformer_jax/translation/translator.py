@@ -14,11 +14,14 @@ import jax
 
 from transformer_jax.decoding.engine import Engine, search_together
 from transformer_jax.decoding.ensemble import Ensemble
+from transformer_jax.decoding.scheduler import SearchEngine
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.pretrained.loading import pretrained_workdir
-from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.pretrained.loading import local_workdir, pretrained_workdir
+from transformer_jax.settings.config import DecodingConfig, EngineName
 from transformer_jax.tokenization.tokenizer import Tokenizer
+from transformer_jax.translation.ctranslate2_engine import CTranslate2Engine
+from transformer_jax.translation.engine_choice import choose_engine
 from transformer_jax.translation.glossary import Glossary
 from transformer_jax.translation.loading import check_vocabulary, load_models
 from transformer_jax.translation.markup import PLACEHOLDERS
@@ -43,6 +46,7 @@ class Translator:
 
     Attributes:
       engines: one ``Engine`` per device, which searches over token ids.
+      ctranslate2: the engine that searches instead of them, or None.
     """
 
     def __init__(
@@ -53,9 +57,11 @@ class Translator:
         *,
         devices: Sequence[jax.Device] = (),
         glossary: GlossaryTerms | None = None,
+        ctranslate2: CTranslate2Engine | None = None,
     ):
         """Divide lines and the ``config.batch_size`` rows evenly among ``devices`` (default: the
         parameters' device). ``glossary`` applies to every line; a line's own glossary adds to it.
+        ``ctranslate2`` is from ``choose_engine``; alignments still come from ``model``.
 
         Raises:
           UserError: model and tokenizer have different vocabulary sizes; ``config.suppress`` has
@@ -66,6 +72,7 @@ class Translator:
         self.tokenizer = tokenizer
         self.config = config or DecodingConfig()
         self._devices = devices
+        self.ctranslate2 = ctranslate2
         suppress = tuple(tokenizer.target.suppressed_ids(self.config.suppress))
         self.engines = self._make_engines(model, suppress)
         unk_id = tokenizer.target.unk_id
@@ -74,10 +81,18 @@ class Translator:
             frozenset(suppress if unk_id is None else (unk_id, *suppress)),
             max_source_tokens=self.engines[0].max_source_length - 1,  # EOS takes one position
             max_prefix_tokens=self.config.max_target_length(1, model.config.position_limit) - 1,
-            can_have_terms=self.config.method == "beam",
+            no_terms_because=self._no_terms_because(),
             tags=TagCheck(tokenizer),
         )
         self._glossary = self.tokenize_glossary(glossary or {}, "The glossary")
+
+    def _no_terms_because(self) -> str:
+        """Return the reason that sentences cannot have terms, or ""."""
+        if self.ctranslate2:
+            return "The engine is ctranslate2; expected jax"
+        if self.config.method != "beam":
+            return f"decoding.method is {self.config.method!r}; expected 'beam'"
+        return ""
 
     def _make_engines(
         self, model: Transformer | Ensemble, suppress: tuple[int, ...]
@@ -100,10 +115,35 @@ class Translator:
         *,
         devices: Sequence[jax.Device] = (),
         glossary: GlossaryTerms | None = None,
+        engine: EngineName = "jax",
+        jax_only: str = "",
         **settings: Any,
     ) -> Self:
-        """Load the model of a training run, or an ensemble (``load_models``, with ``settings``)."""
-        return cls(*load_models(workdir, **settings), devices=devices, glossary=glossary)
+        """Load the model of a training run, or an ensemble (``load_models``, with ``settings``).
+        ``engine`` and ``jax_only`` are those of ``choose_engine``.
+        """
+        model, tokenizer, config = load_models(workdir, **settings)
+        ctranslate2 = None
+        if engine != "jax":
+            if glossary:
+                jax_only = "A glossary works"
+            folder = workdir if isinstance(workdir, str | Path) else workdir[0]
+            ctranslate2 = choose_engine(
+                *(engine, local_workdir(folder), model, tokenizer, config), jax_only=jax_only
+            )
+        return cls(
+            *(model, tokenizer, config),
+            devices=devices,
+            glossary=glossary,
+            ctranslate2=ctranslate2,
+        )
+
+    @property
+    def search_engines(self) -> Sequence[SearchEngine]:
+        """The engines that search: ``engines``, or CTranslate2 once for each of its workers."""
+        if self.ctranslate2:
+            return [self.ctranslate2] * self.ctranslate2.num_workers
+        return self.engines
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
@@ -125,13 +165,15 @@ class Translator:
         """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
         Assign such a dict or an ``nnx.State``, for example in a training loop, to translate with
-        new parameters without recompilation. Arrays may be shared: do not donate them meanwhile.
+        new parameters without recompilation, with JAX. Arrays may be shared: do not donate them
+        meanwhile.
         """
         return self.engines[0].parameters
 
     @parameters.setter
     def parameters(self, parameters: Any) -> None:
         self.__dict__.pop("scorer", None)
+        self.ctranslate2 = None  # has the old parameters
         engine = self.engines[0]
         engine.parameters = parameters
         self.engines = [engine, *map(engine.copy_to, self._devices[1:])]
@@ -228,7 +270,7 @@ class Translator:
     def _run(self, plans: Sequence[Plan], layer: int | None) -> Iterator[list[Translation]]:
         """Search for the sentences of all plans together."""
         sentences = [sentence for plan in plans for sentence in plan.sentences]
-        hypotheses = iter(search_together(self.engines, sentences))
+        hypotheses = iter(search_together(self.search_engines, sentences))
         part_translations = [
             plan.join_segments(list(islice(hypotheses, len(plan.sentences)))) for plan in plans
         ]

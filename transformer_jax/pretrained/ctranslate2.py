@@ -1,33 +1,45 @@
-"""Export to CTranslate2: a folder for ``ctranslate2.Translator``, or a package around it."""
+"""Export to CTranslate2: which models it can run, and a folder for ``ctranslate2.Translator``."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 
-from transformer_jax import (
-    Config,
-    ModelConfig,
-    Tokenizer,
-    Transformer,
-    UserError,
-    sinusoidal_positions,
-)
 from transformer_jax.errors import needs_extra
-from transformer_jax.export.shared import check_fields, write_json, write_sentencepiece
+from transformer_jax.model.positions import sinusoidal_positions
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.pretrained.export_files import check_fields, write_json, write_sentencepiece
 from transformer_jax.pretrained.search_settings import length_limits, to_ctranslate2
 from transformer_jax.pretrained.weights import (
     WeightNames,
     Weights,
+    check_head_widths,
     to_library,
     with_biases,
 )
+from transformer_jax.settings.config import Config, ModelConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
 
+_ACTIVATIONS = {
+    # name here: name in CTranslate2. In a gated layer, that of the gate.
+    "relu": "RELU",
+    "gelu": "GELU",
+    "gelu_tanh": "GELUTanh",
+    "geglu": "GELUTanh",
+    "silu": "SWISH",
+    "swiglu": "SWISH",
+}
+_SUPPORTED: dict[str, tuple[object, ...]] = {
+    # Values of the settings that change a model's layers; see check_fields for all others.
+    "norm": ("post", "pre"),
+    "final_norm": (None, True, False),
+    "norm_type": ("layer", "rms"),
+    "activation": tuple(_ACTIVATIONS),
+    "positions": ("interleaved", "learned"),
+    "tie_embeddings": ("all", "embeddings", "target", "none"),
+}
 _POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
 _LIBRARY = WeightNames(
     names={
@@ -57,8 +69,15 @@ _LIBRARY = WeightNames(
     norm=("gamma", "beta"),
 )
 
-_METADATA = "from_code", "from_name", "to_code", "to_name"
-_PLACES = {"README.md": "README.md", "source.spm": "sentencepiece.model"}  # others: model/
+
+def check_ctranslate2(config: ModelConfig) -> None:
+    """Raise a ``UserError`` that names the first setting with which CTranslate2 cannot run a model,
+    or CTranslate2 itself if it is not installed.
+    """
+    check_fields(config, "CTranslate2", **_SUPPORTED)
+    check_head_widths(config)
+    with needs_extra("export"):
+        import ctranslate2.specs  # noqa: F401
 
 
 def export_ctranslate2(
@@ -74,14 +93,14 @@ def export_ctranslate2(
     ``target.spm`` tokenize and detokenize. ``generation_config.json`` holds keyword arguments for
     ``translate_batch``, which the format itself cannot store.
     """
-    check_fields(config.model, "This export", positions=("interleaved", "learned"))
+    check_ctranslate2(config.model)
     spec = _spec(config.model)
     weights = with_biases(model)
     # The target's matrices, also where the source or the softmax uses them.
     matrix = "target_embedding.matrix"
     table = "target_embedding.position_matrix"
-    longest = max(_POSITIONS, *length_limits(config))
-    weights.setdefault(table, sinusoidal_positions(longest, config.model.d_model))
+    num_positions = position_table_length(config)
+    weights.setdefault(table, sinusoidal_positions(num_positions, config.model.d_model))
     shared = {
         "softmax_matrix": matrix,
         "source_embedding.matrix": matrix,
@@ -113,55 +132,20 @@ def export_ctranslate2(
     write_json(folder / "generation_config.json", to_ctranslate2(config, tokenizer))
 
 
-def pack_argos(
-    config: Config, tokenizer: Tokenizer, folder: Path, languages: Sequence[str], sentences: str
-) -> None:
-    """Replace the export in ``folder`` by translate-en_de.argosmodel, for Argos Translate.
-
-    Args:
-      config: used to check that the lines need no tags.
-      tokenizer: must be one SentencePiece model for both languages.
-      folder: contains the files of ``export_ctranslate2``, and README.md.
-      languages: code and name of the source language, then of the target language.
-      sentences: file of a MiniSBD model, which splits text into sentences; '': none.
-    """
-    tags = config.data.train.tags
-    if tokenizer.source is not tokenizer.target or (tags and all(tags)):
-        raise UserError(
-            f"tokenizer.joint is {tokenizer.joint}, and data.train.tags is {tags}; expected one "
-            "SentencePiece model for both languages and source lines without tags or language "
-            "tokens, because Argos Translate supports nothing else. Export to ctranslate2 instead."
-        )
-    files = [*folder.iterdir()]
-    name = "translate-{}_{}".format(*languages[::2])
-    with ZipFile(folder / f"{name}.argosmodel", "w", ZIP_DEFLATED) as archive:
-        # Packages with older versions are replaced by those in Argos Translate's index.
-        metadata = dict(zip(_METADATA, languages), package_version="100.0", argos_version="1.9")
-        archive.writestr(f"{name}/metadata.json", json.dumps(metadata))
-        if sentences:
-            archive.write(sentences, f"{name}/minisbd/model.onnx")
-        for file in files:
-            archive.write(file, f"{name}/{_PLACES.get(file.name, f'model/{file.name}')}")
-            file.unlink()
+def position_table_length(config: Config) -> int:
+    """Return the number of positions in the table of sinusoids: enough for the longest lines."""
+    return max(_POSITIONS, *length_limits(config))
 
 
 def _spec(shape: ModelConfig) -> Any:
     """Create a model without weights."""
-    with needs_extra("export"):
-        from ctranslate2.specs import common_spec, transformer_spec
-    names = {
-        "relu": "RELU",
-        "gelu": "GELU",
-        "gelu_tanh": "GELUTanh",
-        "geglu": "GELUTanh",
-        "silu": "SWISH",
-        "swiglu": "SWISH",
-    }
+    from ctranslate2.specs import common_spec, transformer_spec
+
     settings: dict[str, Any] = {
         "pre_norm": True,  # temporary, to create the final norm
         "no_final_norm": not shape.has_final_norm,
         "rms_norm": shape.norm_type == "rms",
-        "activation": common_spec.Activation[names[shape.activation]],
+        "activation": common_spec.Activation[_ACTIVATIONS[shape.activation]],
         "ffn_glu": shape.is_gated,
     }
     encoder = transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **settings)

@@ -1,0 +1,57 @@
+"""Checks and files shared by the exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.errors import UserError
+from transformer_jax.settings.config import ModelConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
+
+# Settings of any value: sizes, biases, token ids, and what only training or our own precision uses.
+_ANY_VALUE = {
+    *("vocab_size", "source_vocab_size", "d_model", "d_ff", "num_heads", "d_k", "d_v"),
+    *("num_layers", "num_decoder_layers", "max_positions", "share_positions"),
+    *("dropout", "attention_dropout", "feed_forward_dropout", "remat", "dtype"),
+    *("norm_epsilon", "norm_bias", "attention_bias", "feed_forward_bias", "softmax_bias"),
+    *("pad_id", "eos_id", "decoder_start_id", "train_decoder_start", "alignment_layer"),
+    *("relative_buckets", "relative_distance", "relative_bias"),
+}
+
+
+def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
+    """Raise ``UserError`` for a field whose value ``library`` does not support. Fields that are
+    neither in ``allowed`` nor sizes and the like must have the paper's value, so an export never
+    ignores a field that it does not know.
+    """
+    if shape.positions == "interleaved":
+        allowed = {"embedding_scale": ("all", "tokens")} | allowed
+    for field in dataclasses.fields(shape):
+        if field.name in _ANY_VALUE and field.name not in allowed:
+            continue
+        value = getattr(shape, field.name)
+        values = allowed.get(field.name, (field.default,))
+        if value not in values:
+            raise UserError(
+                f"model.{field.name} is {value!r}; expected {' or '.join(map(repr, values))}. "
+                f"{library} supports no other value."
+            )
+
+
+def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], list[str]]:
+    """Write source.spm and target.spm to ``folder``. Returns the source and target tokens in id
+    order.
+    """
+    sides = {"source.spm": tokenizer.source, "target.spm": tokenizer.target}
+    for name, side in sides.items():
+        (folder / name).write_bytes(side.model)
+    source, target = (side.tokens(range(side.vocab_size)) for side in sides.values())
+    return source, target
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an indented JSON object, in UTF-8."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

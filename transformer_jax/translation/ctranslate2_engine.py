@@ -1,0 +1,170 @@
+"""Search with CTranslate2: token ids in, hypotheses out.
+
+CTranslate2 has its own stopping rule (``decoding.patience``), and batches of whole sentences: a
+sentence that arrives waits until a worker is free (dynamic batching).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.decoding.length_buckets import Bucket
+from transformer_jax.decoding.scheduler import RunningBatch, Task
+from transformer_jax.decoding.search import Hypothesis, Sentence
+from transformer_jax.devices.machine import num_cores
+from transformer_jax.errors import UserError, needs_extra, one_line
+from transformer_jax.pretrained.search_settings import length_limits, to_ctranslate2
+from transformer_jax.settings.config import Config, DecodingConfig
+from transformer_jax.tokenization.tokenizer import Tokenizer
+
+
+def check_search(config: DecodingConfig) -> None:
+    """Raise ``UserError`` for a search that CTranslate2 does not have."""
+    if config.method != "beam":
+        raise UserError(
+            f"decoding.method is {config.method!r}; expected 'beam'. CTranslate2's samples of a "
+            "line depend on other lines."
+        )
+
+
+class CTranslate2Engine:
+    """Runs the search of an exported model on all CPU cores, with one worker for each core.
+
+    A counterpart of ``Engine``, with the same buckets, schedulers and hypotheses, except that
+    ``token_log_probs`` are empty.
+
+    Attributes:
+      num_workers: number of calls that run at the same time.
+      search_settings: the keyword arguments of ``translate_batch``.
+    """
+
+    def __init__(self, folder: Path, config: Config, tokenizer: Tokenizer):
+        """Load the model that ``export_ctranslate2`` wrote to ``folder``, with the search settings
+        of ``config``. Raises ``UserError`` if CTranslate2 cannot load it.
+        """
+        with needs_extra("export"):
+            import ctranslate2
+        decoding = config.decoding
+        self.num_workers = num_cores()
+        self.search_settings = to_ctranslate2(config, tokenizer)
+        self._tokenizer = tokenizer
+        self._length_penalty = decoding.length_penalty
+        self._length_offset = decoding.length_offset
+        self._max_source_length = length_limits(config)[0]
+        rows = max(1, decoding.batch_size // self.num_workers)
+        self._bucket = Bucket((self._max_source_length,), rows)
+        try:
+            self._model = ctranslate2.Translator(
+                str(folder),
+                compute_type="int8" if decoding.weights == "int8" else "float32",
+                inter_threads=self.num_workers,
+                intra_threads=1,
+            )
+        except Exception as error:  # of any class, from C++
+            raise UserError(f"CTranslate2 cannot load its model: {one_line(error)}.") from None
+
+    def bucket_of(self, sentence: Sentence) -> Bucket:
+        """Return the bucket of all sentences. Raises ``UserError`` if this one has terms or is too
+        long.
+        """
+        if sentence.terms is not None:
+            raise UserError("A sentence has a glossary, which CTranslate2 cannot use.")
+        if len(sentence.tokens) >= self._max_source_length:
+            raise UserError(
+                f"A sentence has {len(sentence.tokens)} source tokens; expected at most "
+                f"{self._max_source_length - 1} (decoding.max_source_length, minus 1 for EOS)."
+            )
+        return self._bucket
+
+    def buckets_with_terms(self, max_terms: int) -> list[Bucket]:
+        """Return the only bucket, for sentences without terms."""
+        return [self._bucket]
+
+    def new_batch(self, bucket: Bucket, *, is_resizable: bool = False) -> RunningBatch:
+        """Create a batch, which is one call of CTranslate2 at a time."""
+        return CTranslate2Batch(self, bucket)
+
+    def start(self, sentences: Sequence[Sentence]) -> list[Any]:
+        """Start to search. Returns CTranslate2's handle of each sentence's results, at once unless
+        all workers have calls waiting.
+        """
+        source = self._tokenizer.source
+        target = self._tokenizer.target
+        prefixes = [target.tokens(sentence.prefix) for sentence in sentences]
+        results: list[Any] = self._model.translate_batch(
+            [source.tokens(sentence.tokens) for sentence in sentences],
+            target_prefix=prefixes if any(prefixes) else None,
+            num_hypotheses=max(sentence.num_hypotheses for sentence in sentences),
+            return_scores=True,
+            asynchronous=True,
+            **self.search_settings,
+        )
+        return results
+
+    def hypotheses(self, handle: Any) -> list[Hypothesis]:
+        """Wait for a sentence's results. Returns its hypotheses, best first."""
+        result = handle.result()
+        return [
+            self._hypothesis(tokens, score)
+            for tokens, score in zip(result.hypotheses, result.scores, strict=True)
+        ]
+
+    def _hypothesis(self, tokens: list[str], score: float) -> Hypothesis:
+        """Convert a hypothesis. CTranslate2 divides log-probabilities by length^alpha."""
+        length = len(tokens) + 1
+        offset = self._length_offset
+        log_prob = score * length**self._length_penalty
+        penalty = ((offset + length) / (offset + 1)) ** self._length_penalty
+        ids = self._tokenizer.target.ids(tokens)
+        return Hypothesis(ids, log_prob / penalty, log_prob, [])
+
+
+class CTranslate2Batch(RunningBatch):
+    """Sentences that a worker translates together. All of them finish at once."""
+
+    def __init__(self, engine: CTranslate2Engine, bucket: Bucket):
+        self.bucket = bucket
+        self.num_rows = bucket.rows
+        self._engine = engine
+        # Sentences in progress, with CTranslate2's handles of their results.
+        self._unread: list[tuple[Task, Any]] = []
+
+    @property
+    def encode_batch_size(self) -> int:
+        """Maximum number of sentences in a call of ``decode``."""
+        return self.num_rows
+
+    @property
+    def running(self) -> list[Task]:
+        """The tasks that ``read`` has not finished."""
+        return [task for task, _ in self._unread]
+
+    @property
+    def is_ready(self) -> bool:
+        """True: CTranslate2 does not compile."""
+        return True
+
+    def compile_next(self) -> bool:
+        """Do nothing."""
+        return False
+
+    def resize(self, count: int) -> None:
+        """Take at most this worker's share of the sentences, so that no worker is idle."""
+        self.num_rows = min(max(1, count), self.bucket.rows)
+
+    def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
+        """Start to translate sentences, to their ends."""
+        if admitted:
+            handles = self._engine.start([task.sentence for task in admitted])
+            self._unread += zip(admitted, handles, strict=True)
+
+    def read(self) -> None:
+        """Wait for the results of all sentences, and finish their tasks."""
+        for task, handle in self._unread:
+            task.finish(self._engine.hypotheses(handle))
+        self._unread.clear()
+
+    def release(self) -> None:
+        """Do nothing: CTranslate2 keeps no rows."""
