@@ -43,12 +43,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=["jax", "ctranslate2"], default="jax")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the service")
     arguments = parser.parse_args()
     lines = arguments.input.read_text().splitlines()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         target = Path(name) / "out"
-        workdir = ["--workdir", arguments.workdir]
+        workdir = ["--workdir", arguments.workdir, "--engine", arguments.engine]
         files = ["--input", arguments.input, "--output", target]
         subprocess.run([sys.executable, "decode.py", *workdir, *files], cwd=ROOT, check=True)
         command = [sys.executable, "-m", "transformer_jax.serving", "--languages", "en-de"]
