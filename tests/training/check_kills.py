@@ -10,6 +10,7 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,7 +42,7 @@ def main() -> None:
         if arguments.mix:
             config = changed(mixed(folder / "text", **training), model={"dropout": 0.1})
         workdirs = folder / "undisturbed", folder / "killed"
-        assert command(workdirs[0], folder / "cache", config).wait() == 0
+        finish(command(workdirs[0], folder / "cache", config))
         in_a_save = 0
         for kill in range(arguments.kills):
             began = latest(workdirs[1])
@@ -62,7 +63,7 @@ def main() -> None:
                 f"{'in' if saving(workdirs[1]) else 'not in'} a save",
                 flush=True,
             )
-        assert command(workdirs[1], folder / "cache", config).wait() == 0
+        finish(command(workdirs[1], folder / "cache", config))
         states = [final_state(config, workdir) for workdir in workdirs]
         chex.assert_trees_all_equal(*states)
         logs = [
@@ -73,6 +74,12 @@ def main() -> None:
         f"{arguments.kills} kills, {in_a_save} of them during a save: "
         f"identical bits after {config.training.steps} steps"
     )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    """Wait for a process that succeeds, reading its messages, which would fill the pipe."""
+    _, messages = process.communicate()
+    assert process.returncode == 0, messages
 
 
 def latest(workdir: Path) -> int:
