@@ -75,19 +75,19 @@ def _pieces(sentence: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[s
     """
     text = ""
     tokens = list[int]()
-    for unit, unit_tokens in _units(sentence, limit, tokenizer):
-        if text and len(tokens) + len(unit_tokens) > limit:
+    for word, word_tokens in _words(sentence, limit, tokenizer):
+        if text and len(tokens) + len(word_tokens) > limit:
             yield text, tokens
             text = ""
             tokens = []
-        text += unit
-        tokens = tokens + unit_tokens
+        text += word
+        tokens = tokens + word_tokens
     yield text, tokens
 
 
-def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+def _words(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
     """Divide a text into words, and words in the middle, where it has more than ``limit`` tokens.
-    Yields each unit with its tokens.
+    Yields each word with its tokens.
     """
     [tokens] = tokenizer.source.encode([text.strip()])
     if len(tokens) <= limit or len(text) == 1:
@@ -95,4 +95,4 @@ def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, l
         return
     ends = [space.end() for space in _SPACE.finditer(text) if space.end() < len(text)]
     for start, end in pairwise([0, *(ends or [len(text) // 2]), len(text)]):
-        yield from _units(text[start:end], limit, tokenizer)
+        yield from _words(text[start:end], limit, tokenizer)

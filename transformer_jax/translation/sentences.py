@@ -54,10 +54,12 @@ def divide(text: str, *, language: str = "", copy_symbols: bool = True) -> Divid
     """
     language = re.split("[-_]", language.lower())[0]
     language = _TWO_LETTER_CODES.get(language, language)
-    units = (unit for line in _LINE_BREAKS.split(text) for unit in _units(line, language))
+    pieces = (
+        piece for line in _LINE_BREAKS.split(text) for piece in _sentences_of_line(line, language)
+    )
     if copy_symbols:
-        return _select_sentences(units, _LETTER_OR_DIGIT)
-    return _select_sentences(_merge_symbols(units), _NON_SPACE)
+        return _select_sentences(pieces, _LETTER_OR_DIGIT)
+    return _select_sentences(_merge_symbols(pieces), _NON_SPACE)
 
 
 def as_one_sentence(text: str) -> DividedText:
@@ -65,51 +67,51 @@ def as_one_sentence(text: str) -> DividedText:
     return _select_sentences([text], _NON_SPACE)
 
 
-def _select_sentences(units: Iterable[str], required: re.Pattern[str]) -> DividedText:
-    """Collect the units that have a ``required`` character as sentences."""
+def _select_sentences(pieces: Iterable[str], required: re.Pattern[str]) -> DividedText:
+    """Collect the pieces that have a ``required`` character as sentences."""
     sentences = list[str]()
     before = list[str]()
     between = ""
-    for unit in units:
-        sentence = unit.strip()
+    for piece in pieces:
+        sentence = piece.strip()
         if not required.search(sentence):
-            between += unit
+            between += piece
             continue
-        start, end = unit.split(sentence, 1)
+        start, end = piece.split(sentence, 1)
         before.append(between + start)
         sentences.append(_SPACES.sub(_replace_line_break, sentence))
         between = end
     return DividedText(sentences, before, between)
 
 
-def _merge_symbols(units: Iterable[str]) -> Iterator[str]:
-    """Merge units without a letter or digit into the unit after them, or the last one."""
-    unit = ""
+def _merge_symbols(pieces: Iterable[str]) -> Iterator[str]:
+    """Merge pieces without a letter or digit into the piece after them, or the last one."""
+    piece = ""
     pending = ""
-    for next_unit in units:
-        pending += next_unit
-        if _LETTER_OR_DIGIT.search(next_unit):
-            yield unit
-            unit = pending
+    for next_piece in pieces:
+        pending += next_piece
+        if _LETTER_OR_DIGIT.search(next_piece):
+            yield piece
+            piece = pending
             pending = ""
-    yield unit + pending
+    yield piece + pending
 
 
-def _units(line: str, language: str) -> Iterator[str]:
+def _sentences_of_line(line: str, language: str) -> Iterator[str]:
     """Yield the sentences of a line with surrounding whitespace. A sentence of more than 1,000
     characters may be cut between words.
     """
     safe = _UNSAFE_FOR_SENTENCEX.sub(" ", line)
     start = 0
     while start < len(safe):
-        units = _segment(language, safe[start : start + _WINDOW_CHARACTERS])
+        pieces = _segment(language, safe[start : start + _WINDOW_CHARACTERS])
         if start + _WINDOW_CHARACTERS < len(safe):
-            *units, last = units
+            *pieces, last = pieces
             if len(last) > _WINDOW_CHARACTERS // 2:  # otherwise it starts the next window
-                units.append(last[: last.rfind(" ", -_WINDOW_CHARACTERS // 2) + 1 or None])
-        for unit in units:
-            yield line[start : start + len(unit)]
-            start += len(unit)
+                pieces.append(last[: last.rfind(" ", -_WINDOW_CHARACTERS // 2) + 1 or None])
+        for piece in pieces:
+            yield line[start : start + len(piece)]
+            start += len(piece)
 
 
 def _segment(language: str, text: str) -> list[str]:
