@@ -132,11 +132,12 @@ def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture
     futures[-1].cancel()
     assert workers.queue.num_unfinished == 39
     goes_on.set()
-    with pytest.raises(SearchFailed, match="out of memory"):
-        futures[0].result(10)
+    # The other device may finish its sentences before.
+    errors = [error for future in futures[:-1] if (error := future.exception(10))]
     workers.close()
-    for future in futures[:-1]:
-        assert future.done()
+    assert errors
+    for error in errors:
+        assert isinstance(error, SearchFailed) and "out of memory" in str(error)
     with pytest.raises(SearchFailed, match="out of memory"):
         workers.submit(SENTENCES[0]).result(0)
     assert str(workers.failure) == "out of memory"
