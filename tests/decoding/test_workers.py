@@ -119,19 +119,25 @@ def test_a_failed_compilation_ends_all_sentences(caplog: pytest.LogCaptureFixtur
 
 def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture) -> None:
     """Waiting, running and later sentences fail, on all devices."""
-    goes_on = threading.Event()
+    all_have_sentences = threading.Barrier(3, timeout=10)  # both devices, and this thread
+    has_waited = threading.Event()
+
+    def wait_once(_: Sequence[Task]) -> None:
+        if not has_waited.is_set():
+            has_waited.set()
+            all_have_sentences.wait()
 
     def fail(_: Sequence[Task]) -> None:
-        goes_on.wait(10)
+        all_have_sentences.wait()
         raise RuntimeError("out of memory")
 
-    workers = make_workers(fail, lambda _: goes_on.wait(10))
+    workers = make_workers(fail, wait_once)
     workers.start()
     workers.wait_until_compiled()
     futures = [workers.submit(sentence) for sentence in SENTENCES]
     futures[-1].cancel()
     assert workers.queue.num_unfinished == 39
-    goes_on.set()
+    all_have_sentences.wait()
     # The other device may finish its sentences before.
     errors = [error for future in futures[:-1] if (error := future.exception(10))]
     workers.close()
