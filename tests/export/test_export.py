@@ -43,6 +43,7 @@ from transformer_jax import (
 from transformer_jax.export.__main__ import main
 from transformer_jax.export.huggingface import export_huggingface
 from transformer_jax.export.model_card import write_model_card
+from transformer_jax.pretrained import search_settings
 from transformer_jax.pretrained.__main__ import main as import_main
 from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
 from transformer_jax.pretrained.loading import import_huggingface
@@ -407,6 +408,18 @@ def test_search_settings_are_exported(tmp_path, joint, make) -> None:
     assert (theirs.length_penalty, theirs.max_length, theirs.min_new_tokens) == (0.6, 35, 2)
     assert theirs.bad_words_ids == [[PAD_ID], joint.target.ids(["T"])]
     assert theirs.no_repeat_ngram_size == 3
+
+
+@pytest.mark.parametrize("form", EXPORTS)
+def test_a_search_setting_without_a_name_elsewhere_is_an_error(
+    form, tmp_path, joint, make, monkeypatch
+) -> None:
+    """So that a new setting is not ignored."""
+    monkeypatch.delitem(search_settings._SETTING_NAMES, "no_repeat_ngram")
+    config, model = make(joint, num_layers=1)
+    export(form, tmp_path / "off", with_search(config, no_repeat_ngram=0), model, joint)
+    with pytest.raises(UserError, match=r"^decoding.no_repeat_ngram is 3, .*; expected 0"):
+        export(form, tmp_path / "on", with_search(config, no_repeat_ngram=3), model, joint)
 
 
 def test_marian_tokenizer_removes_tags_before_it_tokenizes(tmp_path, lines, make) -> None:

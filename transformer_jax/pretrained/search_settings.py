@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,13 @@ _SETTING_NAMES = {
     "length_penalty": ("length_penalty", 1.0, "length_penalty"),
     "min_length": ("min_new_tokens", 0, "min_decoding_length"),
     "no_repeat_ngram": ("no_repeat_ngram_size", 0, "no_repeat_ngram_size"),
+}
+# Other settings that other libraries have in some form, or that are not part of a model's search.
+_OTHER_SETTINGS = {
+    *("length_offset", "patience", "suppress"),
+    *("max_length", "max_extra_length", "max_source_length"),
+    *("method", "temperature", "top_k", "top_p", "seed"),
+    *("batch_size", "weights"),
 }
 # Settings that change nothing without ``do_sample``.
 _SAMPLING_SETTINGS = {
@@ -84,8 +92,11 @@ _CTRANSLATE2_PATIENCE = 2.0
 
 
 def to_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the contents of ``generation_config.json``."""
+    """Return the contents of ``generation_config.json``. Raises ``UserError`` for a search that
+    transformers does not have.
+    """
     decoding = config.decoding
+    _check_settings(decoding, "transformers")
     return {
         **{
             foreign_name: getattr(decoding, name)
@@ -103,8 +114,11 @@ def to_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return keyword arguments for ``translate_batch``."""
+    """Return keyword arguments for ``translate_batch``. Raises ``UserError`` for a search that
+    CTranslate2 does not have.
+    """
     decoding = config.decoding
+    _check_settings(decoding, "CTranslate2")
     max_source_length, max_target_length = length_limits(config)
     suppressed_tokens = tokenizer.target.tokens(_suppressed_ids(decoding, tokenizer))
     return {
@@ -117,6 +131,17 @@ def to_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
         "max_decoding_length": max_target_length,
         "suppress_sequences": [[token] for token in suppressed_tokens],
     }
+
+
+def _check_settings(decoding: DecodingConfig, library: str) -> None:
+    """Raise ``UserError`` for a setting in use that ``library`` would ignore."""
+    for field in dataclasses.fields(decoding):
+        value = getattr(decoding, field.name)
+        if field.name not in _SETTING_NAMES.keys() | _OTHER_SETTINGS and value != field.default:
+            raise UserError(
+                f"decoding.{field.name} is {value!r}, which {library} does not have; expected "
+                f"{field.default!r}."
+            )
 
 
 def from_transformers(
