@@ -5,8 +5,9 @@
         --data.train.source train.en --data.train.target train.de
 
 The argument is an imported model (docs/tutorials/nllb.md), a run, or a name on the Hugging Face Hub
-such as hf://facebook/nllb-200-distilled-600M@refs/pr/45. Pass any kind of data as flags. All pairs
-of a run have the two languages of the flags; the tuned model still has its other languages.
+such as hf://facebook/nllb-200-distilled-600M@refs/pr/45. Pass any kind of data as flags; several
+pairs of languages, with --data.train.source-languages and --data.train.target-languages. The tuned
+model still has its other languages, and new ones (docs/tutorials/new_language.md).
 """
 
 from dataclasses import replace

@@ -76,6 +76,7 @@ TRUNK = [
     "pretrained.ctranslate2_cache",
     "pretrained.config_file",
     "pretrained.tokenizer_files",
+    "pretrained.new_languages",
     "pretrained.folder",
     "pretrained.hub",
     "pretrained.loading",

@@ -23,7 +23,7 @@ from number_names import number_files
 from transformer_jax.data import corpus as corpora
 from transformer_jax.data import tokenize
 from transformer_jax.data.corpus import Corpus, Sequences, build_corpus, open_corpus
-from transformer_jax.data.sources import ParallelText, read_pairs
+from transformer_jax.data.sources import ParallelText, TextPair, read_pairs
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig, PairsConfig, TokenizerConfig
@@ -108,7 +108,7 @@ def test_copies_of_a_pair_have_different_segmentations(tmp_path):
 
 def test_chunks_and_sides_of_a_text_draw_their_own_segmentations():
     job = tokenize.TokenizeJob(TOKENIZER, DataConfig(), sampling=BpeDropout(0.3))
-    same = [("seventeen thousand", "seventeen thousand")] * 5
+    same = [TextPair("seventeen thousand", "seventeen thousand")] * 5
     drawn = [job.tokenize(number, same).sides for number in (0, 1, 1)]
     flat = [[tuple(tokens.tolist()) for tokens, _ in sides] for sides in drawn]
     assert flat[1] == flat[2] and len({*flat[0], *flat[1]}) == 4
@@ -495,8 +495,8 @@ def test_a_killed_worker_is_an_error(tmp_path, monkeypatch, when):
 
 def test_an_exception_in_a_worker_is_raised_in_the_main_process(tmp_path, monkeypatch):
     config, data = from_text(tmp_path, [("a", "b")] * 600, workers=2)
-    pairs = iter([("\ud800", "not encodable")] * 600)
-    monkeypatch.setattr(ParallelText, "aligned_pairs", lambda *_, **__: pairs)
+    pairs = iter([TextPair("\ud800", "not encodable")] * 600)
+    monkeypatch.setattr(ParallelText, "text_pairs", lambda *_, **__: pairs)
     with pytest.raises(TypeError) as raised:
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     assert "in tokenize" in raised.value.__notes__[0]  # the worker's traceback

@@ -328,8 +328,9 @@ def test_an_argument_that_a_recipe_needs_or_does_not_take(name: str, message: st
 
 def test_multi30k_many_has_a_model_for_all_or_some_directions() -> None:
     every, one = load_config_file("multi30k_many"), load_config_file("multi30k_many:en-fr")
-    assert every.data.train.tags == ("<2de>", "<2fr>", "<2en>")
-    assert one.data.train.tags == one.tokenizer.user_defined_symbols == ("<2fr>",)
+    assert every.data.train.target_languages == every.tokenizer.new_languages == ("de", "fr", "en")
+    assert one.data.train.language_pairs == [("en", "fr")]
+    assert one.tokenizer.new_languages == ("fr", "en")
     assert (every.training.steps, one.training.steps) == (24_000, 8_000)
     with pytest.raises(UserError, match="'en' is not a direction; expected one such as en-de"):
         load_config_file("multi30k_many:en")

@@ -109,6 +109,31 @@ def test_frozen_parameters_are_bit_identical_and_all_others_change(
         assert not any(map(np.any, moments)) and all(map(np.any, others))
 
 
+@pytest.mark.parametrize(
+    "mesh", [None, pytest.param(MeshConfig(2, 2, 2), marks=pytest.mark.devices(8))]
+)
+def test_new_rows_of_a_frozen_matrix_are_trained(mesh: MeshConfig | None) -> None:
+    """And nothing else, even if everything is frozen. The moving average follows."""
+    config = changed(
+        CONFIG,
+        training={"freeze": ("*",)},
+        optimizer={"ema_decay": 0.5, "weight_decay": 0.1},
+        **({"mesh": mesh} if mesh else {}),
+    )
+    devices = jax.devices()[: 8 if mesh else 1]
+    run = make_step_functions(config, make_mesh(config.mesh, devices), new_rows=(5, 9))
+    before = jax.tree.map(np.asarray, run.init().parameters)
+    state, metrics = steps_of(run)
+    for tree in (state.parameters, state.ema):
+        after = jax.tree.map(np.array, tree)
+        new = after["target_embedding"]["matrix"]
+        old = before["target_embedding"]["matrix"]
+        assert np.flatnonzero((new != old).any(1)).tolist() == [5, 9]
+        after["target_embedding"]["matrix"] = old
+        chex.assert_trees_all_equal(after, before)
+    assert float(metrics[-1].gradient_norm) > 0
+
+
 def test_the_gradient_norm_is_that_of_the_trained_parameters() -> None:
     whole, part = CONFIG, changed(CONFIG, training={"freeze": FREEZE})
     (state, _), (_, metrics) = (
@@ -159,6 +184,7 @@ def test_patterns_without_effect_and_without_remainder_are_errors() -> None:
         check_frozen(("encoder.*", "encoder.layer.0.*"), parameters)
     with pytest.raises(UserError, match=r"is \('encoder.\*', .*, which matches every parameter"):
         check_frozen(("encoder.*", "decoder.*", "*matrix"), parameters)
+    check_frozen(("encoder.*", "decoder.*", "*matrix"), parameters, new_rows=True)
 
 
 def test_runs_resume_bit_exactly_and_can_unfreeze(tmp_path: Path) -> None:

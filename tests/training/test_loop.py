@@ -27,6 +27,7 @@ from runs import (
 )
 
 from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.sources import TextPair
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.loading import load_model
 from transformer_jax.runs.checkpoint_folder import complete_steps
@@ -215,7 +216,7 @@ def test_translations_are_scored_against_their_own_references(
         translated.append(share)
         return shares
 
-    evaluator = bare_evaluator(tiny(), pairs={"test": list(zip(sources, sources))})
+    evaluator = bare_evaluator(tiny(), pairs={"test": list(map(TextPair, sources, sources))})
     evaluator._translator = SimpleNamespace(translate=lambda lines: [line.text for line in lines])
     for name in ("_on_devices", "_whole"):
         monkeypatch.setattr(Evaluator, name, lambda self, parameters: parameters)

@@ -192,7 +192,8 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
             num_read_of_part = 0
             num_pairs_of_part = 0
             # Closing it, even after an error, ends the worker processes.
-            for chunk in stack.enter_context(closing(tokenize_chunks(part.aligned_pairs(), job))):
+            pairs = part.text_pairs(job.tokenizer.languages)
+            for chunk in stack.enter_context(closing(tokenize_chunks(pairs, job))):
                 num_read_of_part += chunk.num_read
                 for side, (tokens, lengths) in zip(sides, chunk.sides):
                     files[f"{side}_tokens"].write(tokens.data)

@@ -8,17 +8,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformer_jax.data.files import find_files
 from transformer_jax.data.text_files import decoded_lines, hashed_lines, open_file
 from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
 from transformer_jax.settings.config import PairsConfig
 from transformer_jax.storage.files import AnyPath, parse_object
+from transformer_jax.tokenization.languages import Languages
 
 _Example = tuple[str, Mapping[str, Any]]  # name in messages, fields
+
+
+class TextPair(NamedTuple):
+    """A sentence and its translation."""
+
+    source: str
+    target: str
+    links: set[tuple[int, int]] | None = None
+    """Links between their words, as pairs of indices, if the text is aligned."""
+    languages: tuple[str, str] = ("", "")
+    """Codes of source and target; "" for the model's default."""
 
 
 class ParallelText:
@@ -46,39 +58,59 @@ class ParallelText:
         self.files = find_files(names, root, config.kind)
         """(source, target) files of kind text, with alignments if given; (file,) of other kinds."""
         self._fields = config.source_field or "1", config.target_field or "2"
+        self._language_fields = config.source_language_field, config.target_language_field
+        # All items of source that are not parts have the same.
+        self._languages = next(iter(config.language_pairs), ("", ""))
         self.hashes: dict[AnyPath, str] = {}
         """SHA-256 of each file's content, set once the file has been read to its end."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield the (source, target) sentences in order. Raises ``UserError`` on invalid data."""
-        return ((source, target) for source, target, *_ in self.aligned_pairs())
+        return ((pair.source, pair.target) for pair in self.text_pairs())
 
-    def aligned_pairs(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the (source, target) sentences and, with ``config.alignments``, the links between
-        their words as a set of pairs of indices.
+    def text_pairs(self, languages: Languages | None = None) -> Iterator[TextPair]:
+        """Yield the sentence pairs in order, with their languages and word alignments if given.
+
+        Raises ``UserError`` on invalid data, and for a field with a code that a model with these
+        ``languages`` does not have.
         """
         if self.parts:
             for part in self.parts:
-                yield from part.aligned_pairs()
+                yield from part.text_pairs(languages)
             return
         tags = "".join(f"{tag} " for tag in self.config.tags if tag)
-        for source, *target_and_links in islice(self._untagged_pairs(), self.config.limit):
-            if source.strip():  # an empty source stays empty, so the pair is filtered out later
-                source = tags + source
-            yield source, *target_and_links
+        for pair in islice(self._untagged_pairs(languages), self.config.limit):
+            # An empty source stays empty, so the pair is filtered out later.
+            yield pair._replace(source=tags + pair.source) if tags and pair.source.strip() else pair
 
-    def _untagged_pairs(self) -> Iterator[tuple[Any, ...]]:
+    def _untagged_pairs(self, languages: Languages | None) -> Iterator[TextPair]:
         kind = self.config.kind
         if kind in ("text", "none"):
             yield from self._read_text()
         elif kind == "tfds":
             for place, example in self._read_tfds():
-                yield _pair(place, example, self._fields)
+                yield self._pair(place, example, languages)
         else:
             read = self._read_parquet if kind == "parquet" else self._read_lines
             for [file] in self.files:
                 for place, example in read(file):
-                    yield _pair(place, example, self._fields)
+                    yield self._pair(place, example, languages)
+
+    def _pair(
+        self, place: str, example: Mapping[str, Any], languages: Languages | None
+    ) -> TextPair:
+        """Return the text and the languages in the fields of an example."""
+        source, target = _texts(place, example, self._fields, "source_field and target_field")
+        if not any(self._language_fields):
+            return TextPair(source, target, None, self._languages)
+        codes = list(self._languages)
+        for side, field in enumerate(self._language_fields):
+            if field:
+                name = ("source_language", "target_language")[side]
+                [codes[side]] = _texts(place, example, [field], f"{name}_field")
+                if languages is not None:
+                    languages.token(codes[side], f"{place}: {name}")
+        return TextPair(source, target, None, (codes[0], codes[1]))
 
     @property
     def fingerprint(self) -> str:
@@ -92,6 +124,13 @@ class ParallelText:
         fields += [config.limit, *config.tags]
         if config.alignments:
             fields.append("aligned")
+        language_settings = (
+            config.source_languages,
+            config.target_languages,
+            self._language_fields,
+        )
+        if any(map(any, language_settings)):  # fingerprints of other runs stay as they were
+            fields.append(language_settings)
         fields += [part.fingerprint for part in self.parts]
         if config.kind == "tfds":
             examples = self._tfds_examples()
@@ -103,7 +142,7 @@ class ParallelText:
             fields.append(self.hashes[file])
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
-    def _read_text(self) -> Iterator[tuple[Any, ...]]:
+    def _read_text(self) -> Iterator[TextPair]:
         """Yield corresponding lines of source and target, one pair of files after another, with
         their alignments if given.
         """
@@ -120,15 +159,12 @@ class ParallelText:
                         f"numbers of lines ({' and '.join(counts)}). Parallel files must match "
                         "line by line."
                     )
-                if len(lines) > 2:
-                    source, target, alignment = lines
+                source, target, *alignment = lines
+                links = None
+                if alignment:
                     place = f"{files[2]}, line {number}"
-                    lines = (
-                        source,
-                        target,
-                        self._read_word_alignment(place, source, target, alignment),
-                    )
-                yield lines
+                    links = self._read_word_alignment(place, source, target, alignment[0])
+                yield TextPair(source, target, links, self._languages)
 
     def _read_word_alignment(
         self, place: str, source: str, target: str, alignment: str
@@ -165,7 +201,8 @@ class ParallelText:
             import pyarrow as pa
             from pyarrow import parquet
 
-        columns = [*self._fields, *(f"translation.{field}" for field in self._fields)]
+        fields = [*self._fields, *filter(None, self._language_fields)]
+        columns = [*fields, *(f"translation.{field}" for field in fields)]
         try:
             with open_file(file) as stream:
                 # With a buffer and no pre-buffering, memory does not grow with the row groups.
@@ -176,7 +213,7 @@ class ParallelText:
                     else ""
                     for column in reader.schema_arrow
                 }
-                _pair(str(file), empty, self._fields)  # the columns exist
+                self._pair(str(file), empty, None)  # the columns exist
                 # It ignores the columns that do not exist.
                 batches = reader.iter_batches(1024, columns=columns)
                 rows = chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -220,24 +257,30 @@ class ParallelText:
             ) from None
 
 
-def _pair(place: str, example: Mapping[str, Any], fields: tuple[str, str]) -> tuple[str, str]:
-    """Return the text in two fields of an example, or of its field ``translation``."""
+def _texts(
+    place: str, example: Mapping[str, Any], fields: Sequence[str], settings: str
+) -> list[str]:
+    """Return the text in these fields of an example, or of its field ``translation``.
+
+    ``settings`` have the names of the fields, for messages.
+    """
     inner = example.get("translation")
     if isinstance(inner, dict) and not example.keys() >= set(fields):
         example = inner
-    sides = []
+    texts = []
     for field in fields:
-        side: Any = example.get(field)
+        value: Any = example.get(field)
         try:
-            text = (side if isinstance(side, bytes) else side.encode()).decode()
+            text = (value if isinstance(value, bytes) else value.encode()).decode()
         except (AttributeError, UnicodeError):  # not text; a lone surrogate or invalid UTF-8
-            value = short_repr(side) if field in example else "missing"
+            shown = short_repr(value) if field in example else "missing"
+            count = "two" if len(fields) > 1 else "one"
             raise UserError(
-                f"{place}: field {field!r} is {value}; expected Unicode text. Correct it, or set "
-                f"source_field and target_field to two of the fields: {', '.join(example)}."
+                f"{place}: field {field!r} is {shown}; expected Unicode text. Correct it, or set "
+                f"{settings} to {count} of the fields: {', '.join(example)}."
             ) from None
-        sides.append(text.replace("\n", " "))
-    return sides[0], sides[1]
+        texts.append(text.replace("\n", " "))
+    return texts
 
 
 def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]:
@@ -247,3 +290,12 @@ def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]
     datasets. Missing files raise an error immediately; invalid lines raise one when they are read.
     """
     return ParallelText(config, root).pairs()
+
+
+def first_pairs(pairs: Iterable[TextPair], limit: int) -> list[TextPair]:
+    """Return the first ``limit`` pairs. Of several pairs of languages, each has the same part."""
+    by_languages: dict[tuple[str, str], list[TextPair]] = {}
+    for pair in pairs:
+        by_languages.setdefault(pair.languages, []).append(pair)
+    part = -(-limit // max(len(by_languages), 1))
+    return [pair for same_languages in by_languages.values() for pair in same_languages[:part]]

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.data.sources import ParallelText
+from transformer_jax.data.sources import ParallelText, TextPair
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig
@@ -34,7 +34,7 @@ from transformer_jax.tokenization.words import token_links
 _FORMAT = 5  # part of the fingerprint; increase it if the arrays for the same input change
 _CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed
 
-Pairs = list[tuple[Any, ...]]  # source, target and, if the text is aligned, links of words
+Pairs = list[TextPair]
 FlatSequences = tuple[np.ndarray, np.ndarray]
 
 
@@ -82,15 +82,22 @@ class TokenizeJob:
         Each pair is repeated ``num_samples`` times, and each copy gets a newly drawn segmentation.
         """
         pairs = [pair for pair in pairs for _ in range(self.num_samples)]
-        affixes = self.tokenizer.affixes()
+        affixes_of = {
+            languages: self.tokenizer.affixes(*languages)
+            for languages in dict.fromkeys(pair.languages for pair in pairs)
+        }
+        affixes = [affixes_of[pair.languages] for pair in pairs]
         sides = []
         encoded = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
             digest = hashlib.sha256(repr((self.seed, number, i)).encode()).digest()
             seed = int.from_bytes(digest[:4], "little")
-            lines = [pair[i] for pair in pairs]
-            tokens = side.encode(lines, sampling=self.sampling, seed=seed)
-            tokens = list(map(affixes.target if i else affixes.source, tokens))
+            lines = [pair.target if i else pair.source for pair in pairs]
+            texts = side.encode(lines, sampling=self.sampling, seed=seed)
+            tokens = [
+                line_affixes.target(ids) if i else line_affixes.source(ids)
+                for line_affixes, ids in zip(affixes, texts)
+            ]
             sides.append(concatenate(tokens, self.dtypes()[i], side.eos_id))
             encoded.append(tokens)
         lengths_2N = np.stack([lengths for _, lengths in sides])
@@ -98,10 +105,12 @@ class TokenizeJob:
         passes_N = np.array([all(line.strip() for line in pair[:2]) for pair in pairs])
         passes_N &= (lengths_2N > 1).all(0)
         passes_N &= (lengths_2N <= max_lengths_2[:, None]).all(0)
-        if len(pairs[0]) > 2:
+        if pairs[0].links is not None:
             links: list[int] = []
-            for (*texts, words), ids in zip(pairs, zip(*encoded)):
-                links.extend(token_links(self.tokenizer, texts, ids, words))
+            for pair, source_ids, target_ids in zip(pairs, *encoded):
+                assert pair.links is not None
+                ids = source_ids, target_ids
+                links.extend(token_links(self.tokenizer, pair[:2], ids, pair.links))
             sides.append((np.array(links, np.int32), lengths_2N[1]))
         filtered = []
         for flat_tokens, lengths in sides:
@@ -119,14 +128,14 @@ def concatenate(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int
     return np.fromiter(tokens, dtype, int(lengths.sum(dtype=np.int64))), lengths
 
 
-def _chunks(pairs: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, Pairs]]:
+def _chunks(pairs: Iterable[TextPair]) -> Iterator[tuple[int, Pairs]]:
     """Yield numbered chunks of ``_CHUNK_PAIRS`` pairs."""
     pairs = iter(pairs)
     return enumerate(iter(lambda: list(islice(pairs, _CHUNK_PAIRS)), []))
 
 
 def tokenize_chunks(
-    pairs: Iterable[tuple[Any, ...]], job: TokenizeJob
+    pairs: Iterable[TextPair], job: TokenizeJob
 ) -> Generator[TokenizedChunk, None, None]:
     """Tokenize pairs and yield the chunks in order. Uses workers if there are several."""
     chunks = _chunks(pairs)

@@ -26,7 +26,8 @@ def pack_argos(
       sentences: file of a MiniSBD model, which splits text into sentences; '': none.
     """
     tags = config.data.train.tags
-    if tokenizer.source is not tokenizer.target or (tags and all(tags)):
+    is_tagged = bool(tags and all(tags)) or bool(tokenizer.languages.tokens)
+    if tokenizer.source is not tokenizer.target or is_tagged:
         raise UserError(
             f"tokenizer.joint is {tokenizer.joint}, and data.train.tags is {tags}; expected one "
             "SentencePiece model for both languages and source lines without tags or language "

@@ -14,6 +14,7 @@ from transformer_jax import Config, Tokenizer, Transformer
 from transformer_jax.pretrained.export_files import check_fields, write_json, write_sentencepiece
 from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
+from transformer_jax.pretrained.new_languages import describe_new_languages
 from transformer_jax.pretrained.search_settings import length_limits, to_transformers
 from transformer_jax.pretrained.weights import to_library, with_biases
 from transformer_jax.tokenization.segmenters import JsonSegmenter
@@ -60,6 +61,7 @@ def _export_pretrained(model: Transformer, tokenizer: Tokenizer, folder: Path) -
         archive.extractall(folder)
     if isinstance(tokenizer.source.segmenter, JsonSegmenter):
         (folder / "tokenizer.json").write_bytes(tokenizer.source.model)
+    describe_new_languages(folder, tokenizer)
     _write_weights(Pretrained(folder).to_tensors(model), folder)
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from transformer_jax import (
     Config,
+    Request,
     Translator,
     UserError,
     load_config_file,
     local_workdir,
-    read_pairs,
 )
+from transformer_jax.data.sources import ParallelText, TextPair, first_pairs
 from transformer_jax.devices.compilation_cache import enable_compilation_cache
 from transformer_jax.errors import one_line
 from transformer_jax.report.attention import SentenceAttention, sentence_attention
@@ -110,18 +110,28 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
     enable_compilation_cache()
     try:
         pairs = _dev_lines(run, number)
-        sources = [source for source, _ in pairs]
-        if not sources and not texts:
+        if not pairs and not texts:
             return
-        translator = Translator.from_workdir(run.workdir, batch_size=8)
-        run.translations.update(zip(pairs, translator.translate(sources)))
-        for text in texts or sources[:1]:
+        requests = []
+        for pair in pairs:
+            source, target = pair.languages
+            requests.append(Request(pair.source, source_language=source, target_language=target))
+        first = requests[0] if requests else Request("")
+        translator = Translator.from_workdir(
+            run.workdir,
+            batch_size=8,
+            source_language=first.source_language,
+            target_language=first.target_language,
+        )
+        lines = [(pair.source, pair.target) for pair in pairs]
+        run.translations.update(zip(lines, translator.translate(requests)))
+        for text in texts or [first.text]:
             run.attention[text] = sentence_attention(translator, text)
     except Exception as error:  # corrupt or missing files, or files just deleted by training
         run.problems.append(f"Translations and attention are incomplete: {one_line(error)}")
 
 
-def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
+def _dev_lines(run: Run, number: int) -> list[TextPair]:
     """Read evenly spaced lines from the part of the dev set that has BLEU, or from all of it."""
     if not number:
         return []
@@ -129,6 +139,7 @@ def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
     if not data.dev.is_given:
         run.problems.append("The run has no dev set to translate.")
         return []
-    lines = islice(read_pairs(data.dev, data.root), run.config.training.bleu_sentences or None)
-    pairs = [pair for pair in lines if all(map(str.strip, pair))]
+    dev = list(ParallelText(data.dev, data.root).text_pairs())
+    lines = first_pairs(dev, run.config.training.bleu_sentences or len(dev))
+    pairs = [pair for pair in lines if pair.source.strip() and pair.target.strip()]
     return pairs[:: -(-len(pairs) // number)][:number] if pairs else []

@@ -249,6 +249,11 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     in the training text. If a long line is translated in segments, each segment repeats the symbols
     at the start of the line. Symbols missing from an existing vocabulary (tokenizer.model,
     training.start_from) are added to it."""
+    new_languages: FixedOnResume[tuple[str, ...]] = ()
+    """Languages to add to the model. Fine-tuning: CODE:RELATIVE, such as mic_Latn:fra_Latn; the row
+    of the new language in the embedding matrix starts as a copy of its relative's, and is trained
+    even if the matrix is frozen. A model trained from scratch: CODE, the language of a target,
+    whose tag <2CODE> stands in front of the source."""
     max_training_sentences: Fixed[Positive] = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     bpe_dropout: FixedOnResume[Fraction] = 0.0
@@ -273,6 +278,13 @@ class TokenizerConfig(Section, prefix="tokenizer."):
             "user_defined_symbols",
             len(new) == len(symbols) and all(symbol.split() == [symbol] for symbol in symbols),
             "distinct words without whitespace, other than the built-in <pad>, <s>, </s>, <unk>",
+        )
+        codes = [entry.partition(":")[0] for entry in self.new_languages]
+        form = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(:[A-Za-z0-9_-]+)?")
+        yield (
+            "new_languages",
+            all(map(form.fullmatch, self.new_languages)) and len({*codes}) == len(codes),
+            "different codes, each as CODE or CODE:RELATIVE, such as mic_Latn:fra_Latn",
         )
         yield (
             "target_model",
@@ -307,11 +319,23 @@ class PairsConfig(Section):
     split: Fixed[str] = "train"
     """tfds: split name."""
     limit: Fixed[Positive | None] = None
-    """Use only this many pairs, from the start; None: all. With tags, weights or temperature: of
-    each item of source."""
+    """Use only this many pairs, from the start; None: all. With tags, languages, weights or
+    temperature: of each item of source."""
     tags: Fixed[tuple[str, ...]] = ()
     """Tag in front of each source line, such as <2de>: one for each item of source ('': no tag).
     Tags must be symbols of the tokenizer (tokenizer.user_defined_symbols)."""
+    source_languages: Fixed[tuple[str, ...]] = ()
+    """Models with languages: language code of the source, one for each item of source. '' and ():
+    the default (tokenizer.source_language). A batch can contain several pairs of languages."""
+    target_languages: Fixed[tuple[str, ...]] = ()
+    """Models with languages: language code of the target, one for each item of source, as for
+    source_languages."""
+    source_language_field: Fixed[str] = ""
+    """tsv, jsonl, parquet, tfds: field or column with the language code of the source, in place of
+    source_languages."""
+    target_language_field: Fixed[str] = ""
+    """tsv, jsonl, parquet, tfds: field or column with the language code of the target, in place of
+    target_languages."""
     alignments: Free[tuple[str, ...]] = ()
     """Training, text: files with the word alignments of each pair, one for each item of source, in
     Pharaoh format: a line such as 0-0 1-2 links words of the source and the target line. Words are
@@ -347,9 +371,15 @@ class PairsConfig(Section):
                 f"the name of a field for kind {self.kind!r}",
             )
         items = len(self.source)
-        for name in ("tags", "weights", "alignments"):
+        for name in ("tags", "weights", "alignments", "source_languages", "target_languages"):
             fits = len(getattr(self, name)) in (0, items)
             yield name, fits, f"one for each of the {items} items of source"
+        for name in ("source_language", "target_language"):
+            is_field = bool(getattr(self, f"{name}_field"))
+            has_fields = self.kind not in ("text", "none")
+            yield f"{name}_field", has_fields or not is_field, f"'' for kind {self.kind!r}"
+            both = is_field and bool(getattr(self, f"{name}s"))
+            yield f"{name}_field", not both, f"'' with {name}s"
         yield "alignments", self.kind == "text" or not self.alignments, "no files, except for text"
         yield (
             "temperature",
@@ -365,13 +395,22 @@ class PairsConfig(Section):
     @property
     def parts(self) -> list[PairsConfig]:
         """The items of source, if there are several and they are not simply one corpus."""
-        mixed = self.tags or self.weights or self.temperature != 1
-        return self.items if mixed and len(self.source) > 1 else []
+        lists = self.tags, self.source_languages, self.target_languages, self.weights
+        is_mix = any(lists) or self.temperature != 1
+        return self.items if is_mix and len(self.source) > 1 else []
+
+    @property
+    def language_pairs(self) -> list[tuple[str, str]]:
+        """Codes of source and target of each item of source, without those in fields."""
+        no_codes = ("",) * len(self.source)
+        sources = self.source_languages or no_codes
+        targets = self.target_languages or no_codes
+        return list(zip(sources, targets))
 
     @property
     def items(self) -> list[PairsConfig]:
         """The items of source, as one corpus each."""
-        lists = "source", "target", "tags", "alignments"
+        lists = "source", "target", "tags", "alignments", "source_languages", "target_languages"
         return [
             replace(
                 self,
@@ -735,6 +774,12 @@ class Config(Section):
             "model.alignment_layer",
             not aligned or model.alignment_layer is not None,
             "a decoder layer to train with training.guided_alignment, such as -1",
+        )
+        has_relatives = any(":" in entry for entry in self.tokenizer.new_languages)
+        yield (
+            "tokenizer.new_languages",
+            bool(self.training.start_from) or not has_relatives,
+            "codes without a relative, unless training.start_from is a model that has it",
         )
         declared_tags = {"", *self.tokenizer.user_defined_symbols}
         for name in ("train", "dev", "test"):

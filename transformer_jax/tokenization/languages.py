@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from transformer_jax.errors import UserError, short_repr
@@ -64,6 +64,32 @@ class Languages(NamedTuple):
             languages = languages._replace(target=self.token(target, "target_language"))
         return languages
 
+    def with_new(self, entries: Sequence[str]) -> Languages:
+        """Return a copy with the languages of ``tokenizer.new_languages``. Their tokens are written
+        as the others are; those of a model without languages are tags.
+
+        Raises ``UserError`` if a code exists, or a relative does not.
+        """
+        known = ", ".join(self.tokens) or "none"
+        layout: Layout = self.layout if self.tokens else "tag"
+        example = next(iter(self.tokens), "")
+        pattern = self.tokens.get(example, "<2>").split(example) if example else ["<2", ">"]
+        tokens = dict(self.tokens)
+        for entry in entries:
+            code, _, relative = entry.partition(":")
+            if code in tokens:
+                raise UserError(
+                    f"tokenizer.new_languages has {code!r}, which is a language of the model; "
+                    f"expected a code that is not one of: {known}."
+                )
+            if relative and relative not in self.tokens:
+                raise UserError(
+                    f"tokenizer.new_languages has {entry!r}, but {relative!r} is not a language of "
+                    f"the model; expected a relative that is one of: {known}."
+                )
+            tokens[code] = code.join(pattern)
+        return self._replace(tokens=tokens, layout=layout)
+
 
 class Affixes(NamedTuple):
     """Token ids around the text of a line. A source is ``before_source``, the text and EOS or, if
@@ -82,6 +108,11 @@ class Affixes(NamedTuple):
     def target(self, ids: list[int]) -> list[int]:
         """Return the ids of a target, without EOS."""
         return self.before_target + ids
+
+
+def format_languages(languages: tuple[str, str]) -> str:
+    """Format the codes of source and target, such as eng_Latn-deu_Latn; "default" for ""."""
+    return "-".join(code or "default" for code in languages)
 
 
 NO_AFFIXES = Affixes([], [], [])

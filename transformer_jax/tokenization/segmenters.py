@@ -165,6 +165,19 @@ class JsonSegmenter:
         added = self._tokenizer.get_added_tokens_decoder()
         return {i for i, token in added.items() if token.special}
 
+    def with_language(self, new_token: str, model: str) -> JsonSegmenter:
+        """Return a copy with a new token that is added as another language, ``model``, is."""
+        import tokenizers
+
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        flags = next((token for token in added if token.content == model), None)
+        addition = tokenizers.AddedToken(
+            new_token, special=flags is None or flags.special, normalized=False
+        )
+        tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
+        tokenizer.add_tokens([addition])
+        return JsonSegmenter(tokenizer.to_str().encode())
+
     def affix_ids(self, line: str) -> tuple[list[int], list[int]]:
         """Return the ids that the file's post-processor puts before and after a line."""
         without_special = self._tokenizer.encode(line, add_special_tokens=False).ids

@@ -35,7 +35,10 @@ class SubwordModel:
         self,
         segmenter: bytes | SentencePieceSegmenter | JsonSegmenter,
         vocabulary: Vocabulary | None = None,
+        *,
+        languages: Sequence[str] = (),
     ) -> None:
+        """``languages``: the tokens of languages in a SentencePiece model's own vocabulary."""
         if isinstance(segmenter, bytes):
             segmenter = make_segmenter(segmenter)
         self.segmenter = segmenter
@@ -46,7 +49,7 @@ class SubwordModel:
                     "A tokenizer.json file needs a vocabulary, because it does not say which "
                     "tokens are PAD and EOS; expected Vocabulary(tokens, pad_id, eos_id, ...)."
                 )
-            vocabulary = Vocabulary.from_sentencepiece(segmenter)
+            vocabulary = Vocabulary.from_sentencepiece(segmenter, languages)
         self.vocabulary = vocabulary
         self.pad_id = vocabulary.pad_id
         self.bos_id = vocabulary.bos_id
@@ -171,6 +174,37 @@ class SubwordModel:
             )
         vocabulary = None if self.has_own_vocabulary else self.vocabulary.with_tokens(symbols)
         return SubwordModel(self.segmenter.with_symbols(symbols), vocabulary)
+
+    def with_languages(self, tokens: Sequence[str], model: str) -> SubwordModel:
+        """Return a copy with new tokens of languages. Existing ids do not change. ``model`` is the
+        token of another language; "" in a model without languages.
+
+        Raises ``UserError`` if a token exists.
+        """
+        segmenter = self.segmenter
+        if self.has_own_vocabulary:
+            old = self.tokens(self.vocabulary.languages)
+            assert isinstance(segmenter, SentencePieceSegmenter)
+            return SubwordModel(segmenter.with_symbols(tokens), languages=[*old, *tokens])
+        vocabulary = self.vocabulary
+        if isinstance(segmenter, SentencePieceSegmenter) and model in segmenter.pieces:
+            raise UserError(
+                "tokenizer.new_languages needs a tokenizer.json file in the pretrained model; "
+                "transformers writes it: AutoTokenizer.from_pretrained(NAME)"
+                ".save_pretrained(FOLDER)."
+            )
+        for new_token in tokens:
+            if new_token in vocabulary.id_of:
+                raise UserError(
+                    f"tokenizer.new_languages needs the token {new_token!r}, which exists in the "
+                    "vocabulary; choose another code."
+                )
+            number = max(i for i, token in enumerate(vocabulary.tokens) if token) + 1
+            if isinstance(segmenter, JsonSegmenter):
+                segmenter = segmenter.with_language(new_token, model)
+                number = next(i for i, token in segmenter.tokens.items() if token == new_token)
+            vocabulary = vocabulary.with_language(new_token, number, vocabulary.id_of[model])
+        return SubwordModel(segmenter, vocabulary)
 
 
 def _prefix(pattern: re.Pattern[str], line: str) -> str:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.storage.files import local_path, write_atomically
 from transformer_jax.tokenization.languages import Affixes, Languages
@@ -82,17 +82,27 @@ class Tokenizer:
         (per language, if vocabularies are separate). Raises ``UserError`` if the text is empty or
         too small for ``config.vocab_size`` tokens.
         """
+        tags = Languages().with_new(config.new_languages).tokens.values()
+        symbols = tuple(dict.fromkeys([*config.user_defined_symbols, *tags]))
+        config = replace(config, user_defined_symbols=symbols)
         if config.model:
             files = [local_path(file) for file in (config.model, config.target_model) if file]
             models = [read_sentencepiece(file).with_padding() for file in files]
-            return cls.from_models(*models).with_symbols(config.user_defined_symbols)
+            tokenizer = cls.from_models(*models).with_symbols(symbols)
+        else:
+            tokenizer = cls.from_models(*cls._learn(pairs, config))
+        return tokenizer.with_new_languages(config.new_languages)
+
+    @staticmethod
+    def _learn(pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> list[bytes]:
+        """Train one SentencePiece model, or one for each side."""
         limit = config.max_training_sentences
         sample = evenly_spread(pairs, max(1, limit // 2) if config.joint else limit)
         if config.joint:
-            return cls.from_models(learn(chain.from_iterable(sample), config))
+            return [learn(chain.from_iterable(sample), config)]
         sources = learn((source for source, _ in sample), config)
         targets = learn((target for _, target in sample), config)
-        return cls.from_models(sources, targets)
+        return [sources, targets]
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
@@ -106,16 +116,19 @@ class Tokenizer:
             names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
             return cls.from_models(*(read_sentencepiece(directory / name) for name in names))
         try:
+            languages = Languages(**manifest["languages"]).checked()
+            tags = [*languages.tokens.values()]
             sides = []
             for fields in (manifest["source"], manifest.get("target")):
                 if fields is not None:
                     segmenter = read_segmenter(directory / Path(fields["model"]).name)
-                    sides.append(SubwordModel(segmenter, _vocabulary(fields["vocabulary"])))
+                    vocabulary = _vocabulary(fields["vocabulary"])
+                    sides.append(SubwordModel(segmenter, vocabulary, languages=tags))
             original = manifest.get("pretrained")
             return cls(
                 sides[0],
                 sides[-1],
-                languages=Languages(**manifest["languages"]).checked(),
+                languages=languages,
                 pretrained=(directory / Path(original).name).read_bytes() if original else b"",
             )
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -139,6 +152,47 @@ class Tokenizer:
         if not (source or target):
             return self
         return replace(self, languages=self.languages.with_defaults(source, target))
+
+    def with_new_languages(self, entries: Sequence[str]) -> Tokenizer:
+        """Return a copy with the languages of ``TokenizerConfig.new_languages``. Existing ids stay.
+
+        Raises ``UserError`` if the model is imported and has no languages, if a code exists, or if
+        a relative does not.
+        """
+        if not entries:
+            return self
+        if not (self.languages.tokens or self.source.has_own_vocabulary):
+            raise UserError(
+                f"tokenizer.new_languages is {short_repr(entries)}, but the pretrained model has "
+                "no languages, or was imported for one pair; expected a model such as NLLB, "
+                "M2M100, mBART-50 or MADLAD-400."
+            )
+        old_tokens = [*self.languages.tokens.values()]
+        languages = self.languages.with_new(entries)
+        tokens = [token for token in languages.tokens.values() if token not in old_tokens]
+        example = next(iter(old_tokens), "")
+        source = self.source.with_languages(tokens, example)
+        target = source if self.joint else self.target.with_languages(tokens, example)
+        return replace(self, source=source, target=target, languages=languages)
+
+    def new_rows(self, entries: Sequence[str]) -> dict[int, list[int]]:
+        """Return the ids of new languages. Each has the ids of the tokens whose mean its row starts
+        from: its relative or, without a relative, all other languages. {} if source and target
+        have separate vocabularies.
+        """
+        if not self.joint:
+            return {}
+        codes = [entry.partition(":")[0] for entry in entries]
+        old_codes = [code for code in self.languages.tokens if code not in codes]
+        rows = {}
+        for entry in entries:
+            code, _, relative = entry.partition(":")
+            start = [relative] if relative else old_codes
+            [number, *start_ids] = self.source.ids(
+                [self.languages.tokens[language] for language in (code, *start)]
+            )
+            rows[number] = start_ids
+        return rows
 
     def affixes(
         self, source_language: str = "", target_language: str = "", name: str = ""

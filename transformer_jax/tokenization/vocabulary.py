@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -53,8 +53,10 @@ class Vocabulary:
             )
 
     @classmethod
-    def from_sentencepiece(cls, segmenter: SentencePieceSegmenter) -> Vocabulary:
-        """Return the vocabulary of a SentencePiece model's own ids.
+    def from_sentencepiece(
+        cls, segmenter: SentencePieceSegmenter, languages: Container[str] = ()
+    ) -> Vocabulary:
+        """Return the vocabulary of a SentencePiece model's own ids. ``languages`` are tokens.
 
         Raises ``UserError`` if it has no PAD or EOS (``with_padding`` adds them).
         """
@@ -65,6 +67,7 @@ class Vocabulary:
             processor.eos_id(),
             processor.unk_id(),
             processor.bos_id() if processor.bos_id() >= 0 else None,
+            languages=tuple(i for i, piece in enumerate(segmenter.pieces) if piece in languages),
         )
 
     @cached_property
@@ -125,3 +128,19 @@ class Vocabulary:
         """Return a copy with the missing ones of ``new_tokens`` appended. Existing ids stay."""
         missing = [token for token in new_tokens if token not in self.id_of]
         return replace(self, tokens=(*self.tokens, *missing))
+
+    def with_language(self, token: str, number: int, model: int) -> Vocabulary:
+        """Return a copy with the token of a new language at an id that has no token, or after the
+        last one. ``model`` is the id of another language, which is special or not.
+        """
+        tokens = [*self.tokens]
+        tokens += [""] * (number + 1 - len(tokens))
+        tokens[number] = token
+        special = {*self.special, number} if model in self.special else self.special
+        languages = {*self.languages, number}
+        return replace(
+            self,
+            tokens=tuple(tokens),
+            special=tuple(sorted(special)),
+            languages=tuple(sorted(languages)),
+        )

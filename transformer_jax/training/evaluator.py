@@ -14,10 +14,12 @@ from flax import nnx
 
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.loader import load_batches, to_global_arrays
+from transformer_jax.data.sources import TextPair
 from transformer_jax.devices.distributed import allgather
 from transformer_jax.devices.sharding import batch_sharding, replicated
 from transformer_jax.evaluation import METRICS, Evaluation, evaluate
 from transformer_jax.settings.config import BatchConfig
+from transformer_jax.tokenization.languages import format_languages
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.metrics import means
 from transformer_jax.training.prepare import PreparedRun
@@ -66,11 +68,14 @@ class Evaluator:
         if not (pairs := self._run.pairs["dev"]):
             return figures, ""
         translations = self._translate(parameters, pairs)
-        references = [target for _, target in pairs]
+        references = [pair.target for pair in pairs]
+        tokenize = self._training_config.bleu_tokenize
         for name, metric in METRICS.items():
-            score = metric.score(translations, references, self._training_config.bleu_tokenize)
-            figures[f"dev_{name}"] = score.value
-        lines = zip(("source", "reference", "translation"), (*pairs[0], translations[0]))
+            figures[f"dev_{name}"] = metric.score(translations, references, tokenize).value
+        for languages, scores in by_languages(pairs, translations, tokenize).items():
+            figures[f"dev_bleu_{languages}"] = scores["bleu"]
+            figures[f"dev_chrf_{languages}"] = scores["chrf"]
+        lines = zip(("source", "reference", "translation"), (*pairs[0][:2], translations[0]))
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
     def choose(self) -> tuple[list[int], Any]:
@@ -95,8 +100,9 @@ class Evaluator:
         """Evaluate parameters on the test set."""
         pairs = self._run.pairs["test"]
         translations = self._translate(self._on_devices(parameters), pairs)
-        references = [target for _, target in pairs]
-        scores = evaluate(translations, references, tokenize=self._training_config.bleu_tokenize)
+        references = [pair.target for pair in pairs]
+        tokenize = self._training_config.bleu_tokenize
+        scores = evaluate(translations, references, tokenize=tokenize)
         figures: dict[str, Any] = {
             "sentences": len(references),
             "exact_match": scores.exact_match,
@@ -104,6 +110,8 @@ class Evaluator:
         for name, score in (("bleu", scores.bleu), ("chrf", scores.chrf)):
             figures[name] = score.value
             figures[f"{name}_signature"] = score.signature
+        if languages := by_languages(pairs, translations, tokenize):
+            figures["languages"] = languages
         return figures, scores
 
     def _on_devices(self, parameters: Any) -> Parameters:
@@ -120,12 +128,46 @@ class Evaluator:
         copies = jax.device_put(parameters, replicated(self._run.mesh))
         return jax.tree.map(lambda x: x.addressable_data(0), copies)
 
-    def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    def _translate(self, parameters: Parameters, pairs: Sequence[TextPair]) -> list[str]:
         """Translate the sources. With n processes, each one translates every n-th line."""
         assert self._translator is not None
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
-        lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]
+        lines = []
+        for number, pair in enumerate(pairs, 1):
+            source_language, target_language = pair.languages
+            lines.append(
+                Request(
+                    pair.source,
+                    source_language=source_language,
+                    target_language=target_language,
+                    number=number,
+                )
+            )
         count = jax.process_count()
         shares = allgather(self._translator.translate(lines[jax.process_index() :: count]))
         self._translator.parameters = ()
         return [shares[i % count][i // count] for i in range(len(lines))]
+
+
+def by_languages(
+    pairs: Sequence[TextPair], translations: Sequence[str], tokenize: str
+) -> dict[str, dict[str, Any]]:
+    """Return the number of sentences, BLEU and chrF of each pair of languages; {} if there is only
+    one.
+    """
+    lines: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+    for pair, translation in zip(pairs, translations):
+        hypotheses, references = lines.setdefault(pair.languages, ([], []))
+        hypotheses.append(translation)
+        references.append(pair.target)
+    if len(lines) < 2:
+        return {}
+    scores = {}
+    for languages, (hypotheses, references) in lines.items():
+        evaluation = evaluate(hypotheses, references, tokenize=tokenize)
+        scores[format_languages(languages)] = {
+            "sentences": len(references),
+            "bleu": evaluation.bleu.value,
+            "chrf": evaluation.chrf.value,
+        }
+    return scores

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 from jax import Array
@@ -28,6 +30,10 @@ DECAYS: dict[str, Callable[[Array, int, Any], Array]] = {
     "linear": lambda step, warmup, progress: jnp.maximum(1 - progress, 0),
     "cosine": lambda step, warmup, progress: (1 + jnp.cos(jnp.pi * jnp.minimum(progress, 1))) / 2,
 }
+
+
+VOCABULARY_MATRIX = re.compile(r"(^|\.)matrix$|^softmax_matrix$")
+"""Names of matrices with a row for each token."""
 
 
 def learning_rate_schedule(
@@ -139,8 +145,10 @@ def _input_axes(name: str, x: Array) -> int:
     return x.ndim - 1 if name.endswith("output.kernel") else 1
 
 
-def check_frozen(patterns: Sequence[str], parameters: Any) -> None:
-    """Raise ``UserError`` if a pattern of ``training.freeze`` has no match, or if all match."""
+def check_frozen(patterns: Sequence[str], parameters: Any, *, new_rows: bool = False) -> None:
+    """Raise ``UserError`` if a pattern of ``training.freeze`` has no match, or if all match and no
+    ``new_rows`` are trained.
+    """
     names = jax.tree.leaves(map_named(lambda name, _: name, parameters))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -148,16 +156,27 @@ def check_frozen(patterns: Sequence[str], parameters: Any) -> None:
                 f"training.freeze contains {pattern!r}, which matches no parameter; expected "
                 f"patterns of names such as {', '.join(names[:: len(names) // 4])}."
             )
-    if all(_matches(name, patterns) for name in names):
+    if not new_rows and all(_matches(name, patterns) for name in names):
         raise UserError(
             f"training.freeze is {short_repr(patterns)}, which matches every parameter; expected "
             "patterns that leave at least one parameter to train."
         )
 
 
-def keep_frozen(patterns: Sequence[str], old: Any, new: Any) -> Any:
-    """Return ``new`` parameters, but ``old`` ones where a name matches a pattern."""
-    return map_named(lambda name, *pair: pair[not _matches(name, patterns)], old, new)
+def keep_frozen(patterns: Sequence[str], old: Any, new: Any, new_rows: Sequence[int] = ()) -> Any:
+    """Return ``new`` parameters, but ``old`` ones where a name matches a pattern. ``new_rows`` of
+    the vocabulary's matrices are new, too.
+    """
+
+    def choose(name: str, old: Array, new: Array) -> Array:
+        if not _matches(name, patterns):
+            return new
+        if not new_rows or not VOCABULARY_MATRIX.search(name):
+            return old
+        is_new_V = np.isin(np.arange(len(old)), new_rows)
+        return jnp.where(is_new_V[:, None], new, old)
+
+    return map_named(choose, old, new)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

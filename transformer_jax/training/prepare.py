@@ -12,6 +12,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus, build_corpus
 from transformer_jax.data.loader import to_global_arrays
 from transformer_jax.data.mixing import Mix
-from transformer_jax.data.sources import ParallelText, read_pairs
+from transformer_jax.data.sources import ParallelText, TextPair, first_pairs, read_pairs
 from transformer_jax.devices.distributed import (
     broadcast_from_first,
     check_agreement,
@@ -31,7 +32,7 @@ from transformer_jax.devices.distributed import (
     lost_contact,
     raise_on_any_process,
 )
-from transformer_jax.devices.sharding import check_rows, make_mesh
+from transformer_jax.devices.sharding import check_rows, make_mesh, map_named
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.evaluation import bleu_metric
 from transformer_jax.model.matmul import compute_dtype
@@ -48,10 +49,11 @@ from transformer_jax.settings.changes import (
     fields_that_differ,
     settings_of_all_processes,
 )
-from transformer_jax.settings.config import Config, DataConfig
+from transformer_jax.settings.config import Config, DataConfig, PairsConfig
+from transformer_jax.tokenization.languages import format_languages
 from transformer_jax.tokenization.subword_sampling import subword_sampling
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.training.optimizer import check_frozen
+from transformer_jax.training.optimizer import VOCABULARY_MATRIX, check_frozen
 from transformer_jax.training.step import (
     Parameters,
     StepFunctions,
@@ -61,7 +63,7 @@ from transformer_jax.training.step import (
 
 logger = logging.getLogger(__name__)
 
-Pairs = list[tuple[str, str]]
+Pairs = list[TextPair]
 
 # With less, Orbax, JAX and SentencePiece fail with unclear errors, or abort.
 _RESOURCE_LIMITS = (
@@ -119,7 +121,11 @@ def prepare(
     with raise_on_any_process():
         _check_limits()
         if config.training.freeze:
-            check_frozen(config.training.freeze, abstract_model(config.model).parameters)
+            check_frozen(
+                config.training.freeze,
+                abstract_model(config.model).parameters,
+                new_rows=bool(config.tokenizer.new_languages),
+            )
         mesh = make_mesh(config.mesh, devices)
         check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
         config.check(config.training_rules())
@@ -182,6 +188,7 @@ def build_files(
         tokenizer = _new_tokenizer(config, texts["train"], start_model)
         workdir.write_tokenizer(tokenizer)
     tokenizer.target.suppressed_ids(config.decoding.suppress)  # fail early
+    _check_languages(tokenizer, texts)
     fingerprints = {}
     for name, text in texts.items():
         if name == "test":
@@ -204,11 +211,34 @@ def _new_tokenizer(config: Config, text: ParallelText, start_model: SavedModel |
     settings = config.tokenizer
     if start_model:
         tokenizer = start_model.tokenizer.with_symbols(settings.user_defined_symbols)
+        tokenizer = tokenizer.with_new_languages(_new_languages(config, start_model))
     else:
         logger.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), settings)
         _check_decoder_start(config.model.decoder_start_id, tokenizer)
     return tokenizer.with_languages(settings.source_language, settings.target_language)
+
+
+def _new_languages(config: Config, start_model: SavedModel) -> list[str]:
+    """Return the languages that the model of ``training.start_from`` does not have. A recipe based
+    on its config has those that it added itself.
+    """
+    added_before = start_model.config.tokenizer.new_languages
+    return [entry for entry in config.tokenizer.new_languages if entry not in added_before]
+
+
+def _check_languages(tokenizer: Tokenizer, texts: dict[str, ParallelText]) -> None:
+    """Raise ``UserError`` for a language that the model does not have. Language fields of the train
+    and dev sets are checked when their corpus is built.
+    """
+    for name, text in texts.items():
+        data = text.config
+        for languages in data.language_pairs:
+            if not (data.source_language_field or data.target_language_field):
+                tokenizer.affixes(*languages, f"data.{name}: ")
+    if "test" in texts:
+        for _ in texts["test"].text_pairs(tokenizer.languages):
+            pass
 
 
 def open_run(
@@ -239,11 +269,15 @@ def open_run(
         }
     )
     with raise_on_any_process():
-        functions = make_step_functions(config, mesh)
+        new_rows = workdir.tokenizer.new_rows(config.tokenizer.new_languages)
+        functions = make_step_functions(config, mesh, new_rows)
         criterion = f"{config.training.select_by} on {fingerprints.get('dev', '')}"
         progress = Progress(fingerprints["train"], selected=criterion)
         if workdir.resume_from is None:
-            state = _initial_state(functions, start_model)
+            if start_model:
+                entries = _new_languages(config, start_model)
+                new_rows = workdir.tokenizer.new_rows(entries)
+            state = _initial_state(functions, start_model, new_rows)
         else:
             state, progress = _resume(workdir, workdir.resume_from, functions, progress)
         if is_first():  # last, so an error leaves the config unchanged
@@ -313,10 +347,25 @@ def check_inputs(
                     f"data.{name} has no pairs in {short_repr(item.source)}. Check the "
                     f"files, or choose another data.{name}.kind."
                 )
-    pairs = {name: list(text.pairs()) for name, text in texts.items() if name != "train"}
+    pairs = {name: list(text.text_pairs()) for name, text in texts.items() if name != "train"}
     if "dev" in pairs:
-        pairs["dev"] = pairs["dev"][:bleu_sentences]
+        _check_dev_languages(data.train, {pair.languages for pair in pairs["dev"]})
+        pairs["dev"] = first_pairs(pairs["dev"], bleu_sentences)
     return texts, pairs
+
+
+def _check_dev_languages(train: PairsConfig, dev_languages: set[tuple[str, str]]) -> None:
+    """Raise ``UserError`` if a pair of languages of the training set has no dev pairs."""
+    if not (train.source_languages or train.target_languages):
+        return
+    for languages in train.language_pairs:
+        if languages not in dev_languages:
+            raise UserError(
+                f"data.dev has no pairs with the languages {format_languages(languages)}, but "
+                "data.train has; expected dev pairs for all of them, for loss and BLEU of each. "
+                "Add some to data.dev and data.dev.source_languages and target_languages, such as "
+                "lines taken out of the training set."
+            )
 
 
 def _resume(
@@ -339,12 +388,18 @@ def _resume(
     return state, progress
 
 
-def _initial_state(functions: StepFunctions, start_model: SavedModel | None) -> TrainState:
-    """Create the initial state from random parameters or another model's."""
+def _initial_state(
+    functions: StepFunctions, start_model: SavedModel | None, new_rows: dict[int, list[int]]
+) -> TrainState:
+    """Create the initial state from random parameters or another model's. Each of ``new_rows`` is
+    the mean of other rows.
+    """
     if start_model is None:
         return functions.init()
     abstract: Parameters = functions.abstract_state.parameters
     parameters = jax.tree.map(_with_added_rows, start_model.parameters, abstract)
+    for number, start in new_rows.items():
+        parameters = map_named(partial(_with_row, number, start), parameters)
     return functions.init(to_global_arrays(parameters, abstract))
 
 
@@ -381,3 +436,10 @@ def _with_added_rows(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> n
     """Append a row with the mean of all rows for each token added to the vocabulary."""
     missing = np.subtract(abstract.shape, values_VD.shape)
     return np.pad(values_VD, [(0, count) for count in missing], mode="mean")
+
+
+def _with_row(number: int, start: Sequence[int], name: str, values: np.ndarray) -> np.ndarray:
+    """Set one row of a vocabulary's matrix, or one softmax bias, to the mean of rows of others."""
+    if start and (VOCABULARY_MATRIX.search(name) or name == "softmax_bias"):
+        values[number] = values[list(start)].mean(0, dtype=np.float64)
+    return values

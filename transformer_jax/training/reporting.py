@@ -107,7 +107,11 @@ class Reporter:
             f"perplexity {figures['dev_perplexity']:.3f}, accuracy {figures['dev_accuracy']:.2%}"
         )
         if example:
-            text += f", BLEU {figures['dev_bleu']:.2f}\n{example}"
+            text += f", BLEU {figures['dev_bleu']:.2f}"
+            for name, value in figures.items():
+                if name.startswith("dev_bleu_"):
+                    text += f", {name.removeprefix('dev_bleu_')} {value:.2f}"
+            text += f"\n{example}"
         self.say(text)
 
     def show(self, **fields: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -81,6 +81,7 @@ class StepConfig(NamedTuple):
     steps: int  # end of the learning-rate schedule; 0 if it has none
     loss: LossSettings
     freeze: tuple[str, ...] = ()
+    new_rows: tuple[int, ...] = ()  # ids of new tokens, whose rows are never frozen
 
 
 class StepFunctions(NamedTuple):
@@ -93,8 +94,9 @@ class StepFunctions(NamedTuple):
     graph: Any  # nnx graph definition, for nnx.merge(graph, parameters)
 
 
-def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
+def make_step_functions(config: Config, mesh: Mesh, new_rows: Iterable[int] = ()) -> StepFunctions:
     """Create init, train_step and eval_step for a config and a mesh. They compile on first use.
+    ``new_rows`` are the ids of new tokens, whose rows are trained even in a frozen matrix.
 
     Runs in one process share compiled functions if their ``StepConfig`` and mesh are equal.
     """
@@ -107,6 +109,7 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
         steps,
         training.part(LossSettings),
         training.freeze,
+        tuple(new_rows) if training.freeze else (),
     )
     functions = shared_functions(settings, mesh)
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
@@ -215,10 +218,10 @@ def train_step(
 
     updates, moments = optimizer.update(grads, state.optimizer, state.parameters)
     parameters = optax.apply_updates(state.parameters, updates)
-    parameters = keep_frozen(config.freeze, state.parameters, parameters)
+    parameters = keep_frozen(config.freeze, state.parameters, parameters, config.new_rows)
     good_steps = state.step - state.bad_steps
     ema = moving_average(state.ema, parameters, config.optimizer.ema_decay, good_steps + 1)
-    ema = keep_frozen(config.freeze, state.ema, ema)
+    ema = keep_frozen(config.freeze, state.ema, ema, config.new_rows)
     parameters, moments, ema = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
         (parameters, moments, ema),
@@ -255,7 +258,8 @@ def objective(
 ) -> tuple[Array, LossSums]:
     """Compute a batch's total loss and its sums. Frozen parameters have no gradient."""
     if config.freeze:  # so XLA does not compute their gradients
-        parameters = keep_frozen(config.freeze, jax.lax.stop_gradient(parameters), parameters)
+        constants = jax.lax.stop_gradient(parameters)
+        parameters = keep_frozen(config.freeze, constants, parameters, config.new_rows)
     return loss_and_sums(
         parameters, batch, dropout_key, config=config.model, settings=config.loss, mesh=mesh
     )

@@ -1,0 +1,317 @@
+"""New languages of pretrained models: trained, chosen, exported, and read by other libraries."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ctranslate2
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+from tests.pretrained import families
+from tests.pretrained.test_family_tokenizers import CASES, WORDS, original
+from transformer_jax import Request, Tokenizer, Translator, UserError, load_model, train
+from transformer_jax.devices.sharding import parameters_by_name
+from transformer_jax.export.huggingface import export_huggingface
+from transformer_jax.pretrained.folder import Pretrained
+from transformer_jax.pretrained.loading import import_huggingface, import_into
+from transformer_jax.settings.config import BatchConfig, Config, DataConfig, PairsConfig
+from transformer_jax.settings.config_files import load_config_file
+
+pytestmark = pytest.mark.cpu("compares with PyTorch to within 1e-4")
+
+ONE = jax.devices()[:1]
+LINES = ["the quick fox", "hello world", "lazy dog jumps"]
+# Old language, new one, and its token.
+CODES = {
+    "nllb": ("deu_Latn", "mic_Latn", "mic_Latn"),
+    "m2m_100": ("de", "mic", "__mic__"),
+    "mbart": ("de_DE", "mic_CA", "mic_CA"),
+    "madlad": ("de", "mic", "<2mic>"),
+}
+ENGLISH = {"nllb": "eng_Latn", "m2m_100": "en", "mbart": "en_XX", "madlad": "en"}
+
+
+def write_model(case: str, folder: Path, *, resaved: bool) -> Path:
+    """Write a stand-in with the tokenizer files of the hub, or those that transformers saves."""
+    tokenizer = original(case, folder / "original")
+    if resaved:
+        tokenizer.save_pretrained(folder / "saved")
+    folder = folder / ("saved" if resaved else "original")
+    ids = tokenizer.get_vocab()
+    spare = 0 if case == "mbart" else 8  # rows without a token, as in published models
+    fields: dict[str, Any] = {"vocab_size": max(ids.values()) + 1 + spare}
+    if case == "madlad":
+        fields |= {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+        fields |= {name: families._T5[name] for name in ("d_model", "d_kv", "d_ff", "num_heads")}
+        fields |= {"num_layers": 1, "num_decoder_layers": 1}
+    else:
+        fields |= families._FAIRSEQ | {"encoder_layers": 1, "d_model": 16}
+        fields |= {"normalize_before": True, "normalize_embedding": True}
+        fields["tokenizer_class"] = CASES[case][1]  # CTranslate2 reads it here
+        fields |= {"decoder_start_token_id": 2, "max_position_embeddings": 256}
+    config = getattr(transformers, f"{CASES[case][0]}Config")(**fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Tuned(NamedTuple):
+    """A model before and after it was taught a language, and its export."""
+
+    case: str
+    start: Path
+    run: Path
+    exported: Path
+    config: Config
+    tokenizer: Tokenizer
+    translations: list[list[int]]
+    """Token ids of translations of LINES from English into the new language."""
+
+    @property
+    def new(self) -> str:
+        return CODES[self.case][1]
+
+    @property
+    def new_id(self) -> int:
+        return self.tokenizer.target.ids([CODES[self.case][2]])[0]
+
+    def agrees(self, others: Iterable[Sequence[int]]) -> bool:
+        """True if other translations begin in the same way; limits of length differ."""
+        return all(
+            list(ours[:4]) == list(theirs[:4])
+            for ours, theirs in zip(self.translations, others, strict=True)
+        )
+
+
+def tuning(case: str, start: Path, folder: Path, **training: Any) -> Config:
+    """Settings of a run on English to German, and English to and from the new language."""
+    old, new, _ = CODES[case]
+    for name, lines in (("english", WORDS[:9]), ("other", WORDS[8::-1])):
+        (folder / name).write_text("".join(f"{line}\n" for line in [*lines, "the fox"] * 8))
+    pairs = PairsConfig(
+        "text",
+        ("english", "english", "other"),
+        ("other", "other", "english"),
+        source_languages=(ENGLISH[case], ENGLISH[case], new),
+        target_languages=(old, new, ENGLISH[case]),
+    )
+    config = load_config_file(start)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype="float32"),
+        tokenizer=dataclasses.replace(config.tokenizer, new_languages=(f"{new}:{old}",)),
+        data=DataConfig(root=str(folder), train=pairs, max_source_length=32, max_target_length=32),
+        batch=BatchConfig(tokens=256, buckets=1),
+        optimizer=dataclasses.replace(
+            config.optimizer, peak_learning_rate=0.01, warmup_steps=1, weight_decay=0.1
+        ),
+        training=dataclasses.replace(
+            config.training, **{"steps": 2, "start_from": str(start), "freeze": ("*",)} | training
+        ),
+    )
+
+
+LAYOUTS = [
+    ("nllb", True),
+    ("m2m_100", False),
+    ("mbart", False),
+    ("madlad", True),
+    pytest.param(("mbart", True), marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: "{} {}".format(*layout))
+def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    case, resaved = request.param
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(case)
+    pretrained = write_model(case, folder, resaved=resaved)
+    start = folder / "start"
+    start.mkdir()
+    import_into(pretrained, start)
+    config = tuning(case, start, folder)
+    train(config, folder / "run", devices=ONE)
+    exported = folder / "exported"
+    exported.mkdir()
+    model = load_model(folder / "run")
+    export_huggingface(*model, exported)
+    translator = Translator.from_workdir(folder / "run", beam_size=1, max_extra_length=4)
+    languages = {"source_language": ENGLISH[case], "target_language": CODES[case][1]}
+    found = translator.stream([Request(line, **languages) for line in LINES])
+    translations = [model[2].target.ids(best.tokens) for [best] in found]
+    return Tuned(case, start, folder / "run", exported, config, model[2], translations)
+
+
+def parameters(folder: Path) -> dict[str, np.ndarray]:
+    model = load_model(folder)[1]
+    named = parameters_by_name(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return {name: np.asarray(x) for name, x in named.items()}
+
+
+def test_only_the_new_row_changes_from_its_relatives(tuned: Tuned) -> None:
+    before = parameters(tuned.start)
+    after = parameters(tuned.run)
+    assert before.keys() == after.keys()
+    relative = load_model(tuned.start)[2]
+    [old_id] = relative.target.ids([relative.languages.tokens[CODES[tuned.case][0]]])
+    changed_rows = 0
+    for name, x in after.items():
+        if (name.endswith("matrix") and "position" not in name) or name == "softmax_bias":
+            rows = np.arange(len(before[name])) != tuned.new_id
+            np.testing.assert_array_equal(x[: len(rows)][rows], before[name][rows])
+            if x.ndim > 1:
+                difference = np.abs(x[tuned.new_id] - before[name][old_id])
+                assert 0 < difference.max() < 0.1, name
+                changed_rows += 1
+            else:
+                assert x[tuned.new_id] == before[name][old_id]
+        else:
+            np.testing.assert_array_equal(x, before[name])
+    assert changed_rows
+
+
+def test_the_language_is_recorded_and_chosen(tuned: Tuned) -> None:
+    assert tuned.new in Tokenizer.load_languages(tuned.run)
+    assert len(set(map(tuple, tuned.translations))) > 1
+    if tuned.case != "madlad":  # where a tag stands before the source
+        assert {ids[0] for ids in tuned.translations} == {tuned.new_id}
+
+
+def test_transformers_translates_equally(tuned: Tuned) -> None:
+    reference: Any = transformers.AutoTokenizer.from_pretrained(tuned.exported)
+    tokenizer = tuned.tokenizer
+    assert reference.convert_tokens_to_ids(CODES[tuned.case][2]) == tuned.new_id
+    decoded = reference.decode([tuned.new_id], skip_special_tokens=True).strip()
+    assert decoded in ("", "<2mic>")
+    lines = LINES
+    if tuned.case == "madlad":
+        lines = [f"<2mic> {line}" for line in LINES]
+    else:
+        reference.src_lang = ENGLISH[tuned.case]
+    affixes = tokenizer.affixes(ENGLISH[tuned.case], tuned.new)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tuned.exported).eval()
+    outputs = []
+    for line, ids in zip(lines, tokenizer.source.encode(LINES)):
+        inputs = reference(line, return_tensors="pt")
+        assert inputs.input_ids[0].tolist() == [*affixes.source(ids), tokenizer.source.eos_id]
+        forced = affixes.before_target[0] if affixes.before_target else None
+        [output] = model.generate(
+            **inputs,
+            forced_bos_token_id=forced,
+            max_new_tokens=5,
+            bad_words_ids=[[model.config.pad_token_id]],
+        )
+        outputs.append([i for i in output[1:].tolist() if i != tokenizer.target.eos_id])
+    assert tuned.agrees(outputs)
+
+
+def test_the_export_can_be_imported_again(tuned: Tuned) -> None:
+    _, model, tokenizer = import_huggingface(tuned.exported)
+    assert tokenizer.languages.tokens == tuned.tokenizer.languages.tokens
+    assert tokenizer.target.vocabulary.tokens == tuned.tokenizer.target.vocabulary.tokens
+    assert tokenizer.target.vocabulary.hidden_ids == tuned.tokenizer.target.vocabulary.hidden_ids
+    exported = parameters_by_name(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    for name, x in parameters(tuned.run).items():
+        np.testing.assert_array_equal(exported[name], x)
+
+
+def test_transformers_has_the_new_language_as_a_source(tuned: Tuned) -> None:
+    """M2M100's tokenizer there has a fixed list of codes, as has the constructor of mBART-50's."""
+    reference: Any = transformers.AutoTokenizer.from_pretrained(tuned.exported)
+    if tuned.case == "m2m_100":
+        with pytest.raises(KeyError):
+            reference.src_lang = tuned.new
+        return
+    text = "the quick fox"
+    if tuned.case == "madlad":
+        text = f"<2mic> {text}"
+    else:
+        reference.src_lang = tuned.new
+    affixes = tuned.tokenizer.affixes(tuned.new, tuned.new)
+    [ids] = tuned.tokenizer.source.encode(["the quick fox"])
+    expected = [*affixes.source(ids), tuned.tokenizer.source.eos_id]
+    assert reference(text).input_ids == expected
+
+
+def test_ctranslate2_translates_equally(tuned: Tuned, tmp_path: Path) -> None:
+    converter = ctranslate2.converters.TransformersConverter(str(tuned.exported))
+    converter.convert(str(tmp_path / "converted"))
+    settings = json.loads((tmp_path / "converted" / "config.json").read_text())
+    if settings["bos_token"] is None:  # mBART-50's, tuned or not, with transformers 5
+        settings["bos_token"] = "<s>"
+        (tmp_path / "converted" / "config.json").write_text(json.dumps(settings))
+    tokenizer = tuned.tokenizer
+    affixes = tokenizer.affixes(ENGLISH[tuned.case], tuned.new)
+    sources = [
+        tokenizer.source.tokens([*affixes.source(ids), tokenizer.source.eos_id])
+        for ids in tokenizer.source.encode(LINES)
+    ]
+    translator = ctranslate2.Translator(str(tmp_path / "converted"), intra_threads=1)
+    results = translator.translate_batch(
+        sources,
+        target_prefix=[tokenizer.target.tokens(affixes.before_target)] * len(LINES),
+        beam_size=1,
+        max_decoding_length=8,
+    )
+    names = json.loads((tmp_path / "converted" / "shared_vocabulary.json").read_text())
+    assert tuned.agrees([list(map(names.index, result.hypotheses[0])) for result in results])
+
+
+def test_a_run_from_the_tuned_model_keeps_its_language(tuned: Tuned, tmp_path: Path) -> None:
+    """A recipe based on its config has the setting of the first run."""
+    if tuned.case != "nllb":
+        return
+    config = dataclasses.replace(
+        tuned.config,
+        training=dataclasses.replace(tuned.config.training, start_from=str(tuned.run), steps=1),
+    )
+    train(config, tmp_path / "again", devices=ONE)
+    assert load_model(tmp_path / "again")[2].fingerprint == tuned.tokenizer.fingerprint
+
+
+def test_bad_input(tuned: Tuned, tmp_path: Path) -> None:
+    if tuned.case != "nllb":
+        return
+    for entry, message in (
+        ("deu_Latn:eng_Latn", "has 'deu_Latn', which is a language of the model; expected a code"),
+        (
+            "mic_Latn:xxx_Latn",
+            "'xxx_Latn' is not a language of the model; expected a relative that",
+        ),
+    ):
+        settings = dataclasses.replace(tuned.config.tokenizer, new_languages=(entry,))
+        config = dataclasses.replace(tuned.config, tokenizer=settings)
+        with pytest.raises(UserError, match=message):
+            train(config, tmp_path / "run", devices=ONE)
+    for entries in (("mic_Latn", "mic_Latn:deu_Latn"), ("mic Latn",), (":deu_Latn",)):
+        with pytest.raises(
+            UserError, match="new_languages is .*; expected different codes, each as"
+        ):
+            dataclasses.replace(tuned.config.tokenizer, new_languages=entries)
+
+
+@pytest.mark.parametrize("case", ["t5", "marian"])
+def test_a_family_without_languages_is_an_error(case: str, tmp_path: Path) -> None:
+    families.write(case, tmp_path)
+    with pytest.raises(UserError, match=r"new_languages is \('mic:de',\), but .* has no languages"):
+        Pretrained(tmp_path).tokenizer().with_new_languages(("mic:de",))
+
+
+def test_madlad_needs_tokenizer_json(tmp_path: Path) -> None:
+    pretrained = Pretrained(write_model("madlad", tmp_path, resaved=False))
+    with pytest.raises(UserError, match="needs a tokenizer.json file .* transformers writes it"):
+        pretrained.tokenizer().with_new_languages(("mic:de",))
