@@ -273,7 +273,7 @@ def models(monkeypatch) -> list[tuple[str, str]]:
     def load(workdir, **_):
         name = Path(workdir).name
         return SimpleNamespace(
-            name=name, translate=lambda texts: [f"{text} by {name}" for text in texts]
+            name=name, translate=lambda lines: [f"{line.text} by {name}" for line in lines]
         )
 
     def attend(translator, text, **_):
