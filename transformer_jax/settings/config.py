@@ -324,16 +324,16 @@ class PairsConfig(Section):
     tags: Fixed[tuple[str, ...]] = ()
     """Tag in front of each source line, such as <2de>: one for each item of source ('': no tag).
     Tags must be symbols of the tokenizer (tokenizer.user_defined_symbols)."""
-    source_languages: Fixed[tuple[str, ...]] = ()
+    source_languages: Free[tuple[str, ...]] = ()
     """Models with languages: language code of the source, one for each item of source. '' and ():
     the default (tokenizer.source_language). A batch can contain several pairs of languages."""
-    target_languages: Fixed[tuple[str, ...]] = ()
+    target_languages: Free[tuple[str, ...]] = ()
     """Models with languages: language code of the target, one for each item of source, as for
     source_languages."""
-    source_language_field: Fixed[str] = ""
+    source_language_field: Free[str] = ""
     """tsv, jsonl, parquet, tfds: field or column with the language code of the source, in place of
     source_languages."""
-    target_language_field: Fixed[str] = ""
+    target_language_field: Free[str] = ""
     """tsv, jsonl, parquet, tfds: field or column with the language code of the target, in place of
     target_languages."""
     alignments: Free[tuple[str, ...]] = ()
