@@ -290,6 +290,22 @@ def test_functions_have_at_most_8_parameters() -> None:
             assert len(own) <= 8, f"{name}.{function.name}"
 
 
+def test_docstrings_describe_existing_parameters() -> None:
+    stale = set[str]()
+    for name, tree in modules("transformer_jax").items():
+        for function in functions(tree):
+            parameters = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+            described = re.search(r"^Args:\n((?: .*\n?)*)", ast.get_docstring(function) or "", re.M)
+            for names in re.findall(r"^  (\w.*?): ", described[1] if described else "", re.M):
+                if names != "Default":
+                    stale |= {
+                        f"{name}.{function.name}: {parameter}"
+                        for parameter in re.findall(r"\w+", names)
+                        if parameter not in parameters
+                    }
+    assert not stale
+
+
 def code_lines(tree: ast.Module, text: str) -> int:
     """Number of lines that are not blank, a comment or part of a docstring."""
     documentation: set[int] = set()

@@ -139,9 +139,7 @@ def _refill(loop: _RefillLoop, encoded: Rows, num_encoded: Array) -> _RefillLoop
 
 def _set_rows(tree: Any, index_R: Array, values: Any) -> Any:
     """Set ``values`` at ``index_R`` in every leaf; out-of-range indices are dropped."""
-    return jax.tree.map(
-        lambda x, next_encoded: x.at[index_R].set(next_encoded, mode="drop"), tree, values
-    )
+    return jax.tree.map(lambda x, value: x.at[index_R].set(value, mode="drop"), tree, values)
 
 
 @jax.jit

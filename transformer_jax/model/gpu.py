@@ -136,7 +136,8 @@ def draw_dropout_mask(key_and_counter_ref: Any, shape: tuple[int, ...], rate: fl
     """Draw the mask of ``dropout.keep_mask``, int32 [L, 1, C]. Bit i is for quarter i of a row.
 
     Args:
-      words_ref: uint32, the two words of the key and the counter for this device's first row.
+      key_and_counter_ref: uint32, the two words of the key and the counter for this device's first
+        row.
     """
     L, _, C = shape
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))

@@ -231,7 +231,7 @@ def empty_cache(
     """Create an empty cache for ``max_length`` steps. Further steps are silently dropped.
 
     Args:
-      cross: cross-attention keys and values of each layer, [B, S, H, K].
+      cross_keys_values: cross-attention keys and values of each layer, [B, S, H, K].
       source_capacity: number of source positions to pad S to. Padding does not change results; on a
         CPU, they are bit-identical.
     """

@@ -75,8 +75,7 @@ class Pretrained:
             names |= self.family.separate_names
         if str(self.config_file.fields.get("feed_forward_proj")).startswith("gated"):
             names = {
-                name: foreign_fields.replace(".wi.", ".wi_1.")
-                for name, foreign_fields in names.items()
+                name: foreign_name.replace(".wi.", ".wi_1.") for name, foreign_name in names.items()
             }
         self.weight_names = self.family.weight_names._replace(names=names)
         self.special_ids = self.config_file.special
@@ -169,13 +168,11 @@ class Pretrained:
 
     def _is_copy(self, name: str) -> bool:
         """True if a tensor equals the target embeddings, or does not exist."""
-        embedding_name = self._tensors.get(self.weight_names.names["target_embedding.matrix"])
+        embeddings = self._tensors.get(self.weight_names.names["target_embedding.matrix"])
         tensor = self._tensors.get(name)
-        if tensor is None or embedding_name is None or tensor is embedding_name:
+        if tensor is None or embeddings is None or tensor is embeddings:
             return True
-        return tensor.shape == embedding_name.shape and np.array_equal(
-            tensor.read(), embedding_name.read()
-        )
+        return tensor.shape == embeddings.shape and np.array_equal(tensor.read(), embeddings.read())
 
     def parameters(self, config: ModelConfig) -> dict[str, LazyArray]:
         """Return the parameters by name, and check the names and shapes of all tensors."""
@@ -232,8 +229,8 @@ class Pretrained:
         """Fix source and target language of a model that starts with the target's."""
         ids = self._tokenizer.ids[-1]
         start = self.special_ids.decoder_start
-        start_languages = [token for token in file_languages.tokens.values() if ids[token] == start]
-        defaults = file_languages.source, [*start_languages, file_languages.target][0]
+        tokens_of_start = [token for token in file_languages.tokens.values() if ids[token] == start]
+        defaults = file_languages.source, [*tokens_of_start, file_languages.target][0]
         pair = []
         for code, default in zip(languages, defaults):
             pair.append(file_languages.tokens.get(code, "") if code else default)

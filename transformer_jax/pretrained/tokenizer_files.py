@@ -312,15 +312,15 @@ class PretrainedTokenizer:
         """Return a tokenizer.json for ByT5, whose tokens are the bytes of UTF-8."""
         with needs_extra("pretrained"):
             from tokenizers import Tokenizer, decoders, models
-        special_ids = ["<pad>", "</s>", "<unk>"]
+        special_tokens = ["<pad>", "</s>", "<unk>"]
         sentinel_tokens = [f"<extra_id_{i}>" for i in range(self.settings.get("extra_ids") or 125)]
-        tokens = [*special_ids, *(f"<0x{byte:02X}>" for byte in range(256)), *sentinel_tokens]
+        tokens = [*special_tokens, *(f"<0x{byte:02X}>" for byte in range(256)), *sentinel_tokens]
         vocabulary = {token: i for i, token in enumerate(tokens)}
         byte_tokenizer = Tokenizer(
             models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
         )
         byte_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-        byte_tokenizer.add_special_tokens([*special_ids, *sentinel_tokens])
+        byte_tokenizer.add_special_tokens([*special_tokens, *sentinel_tokens])
         return byte_tokenizer.to_str().encode()
 
 

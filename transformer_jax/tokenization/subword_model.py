@@ -97,8 +97,8 @@ class SubwordModel:
             if self.has_own_vocabulary:  # whose control symbols are never in text
                 return encoded
             return [self.vocabulary.without_controls(ids) for ids in encoded]
-        has_tags = [_prefix(self._tag_pattern, line) for line in lines]
-        texts = [line[len(tag) :] for line, tag in zip(lines, has_tags)]
+        tags = [_prefix(self._tag_pattern, line) for line in lines]
+        texts = [line[len(tag) :] for line, tag in zip(lines, tags)]
         if sampling is None:
             pieces_of_lines = self.segmenter.encode(texts)
         elif isinstance(self.segmenter, JsonSegmenter):
@@ -111,7 +111,7 @@ class SubwordModel:
             pieces_of_lines = self.segmenter.sample(texts, sampling, seed)
         return [
             self.vocabulary.text_ids([tag, *pieces] if tag else pieces)
-            for tag, pieces in zip(has_tags, pieces_of_lines)
+            for tag, pieces in zip(tags, pieces_of_lines)
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
