@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -67,6 +68,10 @@ SLOW = [
     )
 ]
 
+# The files of these folders share what takes seconds to make: a service, and the modules of
+# transformers. One worker runs all files of such a folder.
+TOGETHER = ("tests/pretrained", "tests/serving")
+
 # Tests run on CPUs by default. TEST_PLATFORM selects an accelerator (cuda or tpu), as in
 # `make test-gpu`. pytest's workers inherit it.
 os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 0, "cpu": 0})
@@ -84,6 +89,10 @@ os.environ["XLA_FLAGS"] = (
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+# One thread each for matmuls of NumPy, PyTorch and CTranslate2. More wait for each other, and use
+# the CPU while they wait. pytest's workers and programs inherit this.
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 
 # Float32 is not TF32, and model.dtype auto is float32 on CPUs with avx512_bf16 too.
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
@@ -138,6 +147,8 @@ if worker and os.environ.get("ALL_TESTS") == "True":
 import jax  # noqa: E402  reads the settings above
 import pytest  # noqa: E402
 from jax._src import compilation_cache  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
+from warm import start_programs_warm  # noqa: E402
 
 # Programs started by tests run on one CPU: same behavior, faster startup, less to compile.
 DEVICE = jax.devices()[0]
@@ -149,6 +160,23 @@ if DEVICE.platform == "cpu" and (asked := os.environ.get("TEST_PLATFORM", "cpu")
 # A shell ignores Ctrl-C for background jobs, and programs started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# JAX makes a context of MLIR, with all of its dialects, for each function that it compiles: a fifth
+# of the time of a small one. Here, a thread makes one for a hundred functions.
+_new_context = mlir.make_ir_context
+_contexts = threading.local()
+
+
+def make_ir_context() -> Any:
+    """Return this thread's context, a new one after each hundred uses."""
+    uses = getattr(_contexts, "uses", 0)
+    if uses % 100 == 0:
+        _contexts.newest = _new_context()
+    _contexts.uses = uses + 1
+    return _contexts.newest
+
+
+mlir.make_ir_context = make_ir_context
 
 
 def exchange_compiled() -> None:
@@ -199,6 +227,7 @@ def _start_and_note(self: subprocess.Popen[Any], *given: Any, **settings: Any) -
 
 
 subprocess.Popen.__init__ = _start_and_note  # type: ignore[method-assign]
+start_programs_warm()
 
 
 @contextmanager
@@ -284,6 +313,20 @@ def pytest_terminal_summary(
             )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each of pytest's workers one file at a time, or one folder of ``TOGETHER``."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = file.rpartition("/")[0]
+            return folder if folder in TOGETHER else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow files first, so that no worker starts one last.
 
@@ -296,7 +339,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Collect garbage less often, because tracing creates many objects. Start to count costs."""
     gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
+    gc.set_threshold(1_000_000, 20, 50)
     jax.monitoring.register_event_duration_secs_listener(count_compiled)
     cost["cpu_s"] = sum(os.times()[:4])
 
@@ -358,6 +401,8 @@ def browser() -> Iterator[Any]:
         pytest.skip(f"needs a browser ({' or '.join(names)}): apt-get install chromium")
     with api.sync_playwright() as play:
         api.expect.set_options(timeout=30_000)
-        browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        browser = play.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()

@@ -105,9 +105,9 @@ def test_logits_are_equal(parameters: Any, pairs: tuple[Array, Array]) -> None:
     def logits(source_S: Array, target_T: Array) -> Array:
         return paper.decode(parameters, target_T, paper.encode(parameters, source_S), source_S)
 
-    expected = package_model(parameters)(source_BS, target_BT)
-    is_token_BT1 = (target_BT != tj.PAD_ID)[:, :, None]
-    found = jax.vmap(logits)(source_BS, target_BT)
+    expected = nnx.jit(lambda model: model(source_BS, target_BT))(package_model(parameters))
+    is_token_BT1 = np.asarray(target_BT != tj.PAD_ID)[:, :, None]
+    found = jax.jit(jax.vmap(logits))(source_BS, target_BT)
     np.testing.assert_allclose(found * is_token_BT1, expected * is_token_BT1, **CLOSE)
 
 
@@ -145,27 +145,35 @@ def test_beams_are_identical(parameters: Any, pairs: tuple[Array, Array]) -> Non
     )
     parameters = parameters | {"embedding_VD": embedding_VD}
     model, longest = package_model(parameters), 12
-    found = {1: jax.vmap(lambda s: paper.greedy_search(parameters, s, longest))(source_BS)[:, None]}
-    search = jax.vmap(lambda source_S: paper.beam_search(parameters, source_S, longest))
+    greedy = jax.vmap(lambda source_S: paper.greedy_search(parameters, source_S, longest))
+    found = {1: jax.jit(greedy)(source_BS)[:, None]}
+    search = jax.jit(jax.vmap(lambda source_S: paper.beam_search(parameters, source_S, longest)))
     found[4], scores_BW = search(source_BS)
     lengths = set()
     for beam_size, tokens_BWT in found.items():
-        method = tj.BeamSearch(
-            bos_id=tj.BOS_ID, eos_id=tj.EOS_ID, pad_id=tj.PAD_ID, beam_size=beam_size
-        )
-        cache = model.start_cache(
-            model.encode(source_BS), source_BS != tj.PAD_ID, beam_size=beam_size, max_length=longest
-        )
-        expected = tj.search(
-            method,
-            model.decode_step,
-            cache,
-            limit_B=jnp.full(len(source_BS), longest),
-            max_length=longest,
-            reorder=type(cache).reorder,
-        )
-        assert (expected.tokens_BNL == tokens_BWT).all()
-        lengths |= set(expected.lengths_BN.ravel().tolist())
+
+        @nnx.jit
+        def search_of_package(model: tj.Transformer, beam_size: int = beam_size) -> Any:
+            cache = model.start_cache(
+                model.encode(source_BS),
+                source_BS != tj.PAD_ID,
+                beam_size=beam_size,
+                max_length=longest,
+            )
+            return tj.search(
+                tj.BeamSearch(
+                    bos_id=tj.BOS_ID, eos_id=tj.EOS_ID, pad_id=tj.PAD_ID, beam_size=beam_size
+                ),
+                model.decode_step,
+                cache,
+                limit_B=jnp.full(len(source_BS), longest),
+                max_length=longest,
+                reorder=type(cache).reorder,
+            )
+
+        expected = search_of_package(model)
+        assert (np.asarray(expected.tokens_BNL) == np.asarray(tokens_BWT)).all()
+        lengths |= set(np.asarray(expected.lengths_BN).ravel().tolist())
     np.testing.assert_allclose(scores_BW, expected.scores_BN, **CLOSE)
     assert len(lengths) > 4
 

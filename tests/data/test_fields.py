@@ -95,18 +95,31 @@ def test_the_fingerprint_is_the_same_before_and_after_reading(tmp_path):
         assert text.fingerprint == before, name
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
+
+
+def build(config, tokenizer, folder):
+    """Build the corpus of these pairs, with copies of each in other segmentations."""
+    data = DataConfig(workers=1)
+    return build_corpus(config, tokenizer, data, folder, sampling=BpeDropout(0.1, 2))
+
+
+@pytest.fixture(scope="module")
+def as_text(tokenizer, tmp_path_factory):
+    """The corpus of ``PAIRS`` as text files."""
+    return build(NUMBERS, tokenizer, tmp_path_factory.mktemp("corpora"))
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.tsv", "a.tsv.gz"])
-def test_a_corpus_is_that_of_the_same_pairs_as_text(tmp_path, name):
+def test_a_corpus_is_that_of_the_same_pairs_as_text(tmp_path, name, tokenizer, as_text):
     config = write(tmp_path / name, PAIRS, row_group_size=700)
     assert read(config) == PAIRS
-    tokenizer = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
-    data, batches = DataConfig(workers=1), BatchConfig(tokens=512)
-    as_text, as_rows = (
-        build_corpus(each, tokenizer, data, tmp_path / "corpora", sampling=BpeDropout(0.1, 2))
-        for each in (NUMBERS, config)
-    )
+    as_rows = build(config, tokenizer, tmp_path / "corpora")
     assert as_text.fingerprint != as_rows.fingerprint
     chex.assert_trees_all_equal(as_text.sides, as_rows.sides)
+    batches = BatchConfig(tokens=512)
     plans = [BatchPlan(corpus, batches, seed=3) for corpus in (as_text, as_rows)]
     for step in range(60):  # more than an epoch
         chex.assert_trees_all_equal(*(plan.batch(step) for plan in plans))

@@ -415,9 +415,10 @@ def test_a_search_under_vmap() -> None:
         step_fn = lambda tokens_BW, cache: (logits_VV[tokens_BW], cache)  # noqa: E731
         return search(method, step_fn, {}, limit_B=jnp.array([8, 5]), max_length=8)
 
-    together = jax.vmap(search_one)(logits_MVV)
-    one_by_one = [search_one(logits_VV) for logits_VV in logits_MVV]
-    expected = jax.tree.map(lambda *arrays: jnp.stack(arrays), *one_by_one)
+    together = jax.jit(jax.vmap(search_one))(logits_MVV)
+    search_alone = jax.jit(search_one)
+    one_by_one = [search_alone(logits_VV) for logits_VV in logits_MVV]
+    expected = jax.tree.map(lambda *arrays: np.stack(arrays), *one_by_one)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), together, expected)
 
 

@@ -108,12 +108,13 @@ def engine():
 
 @pytest.fixture(scope="module")
 def of_all_lengths():
-    """Settings, sentences, engine and results for sources of all padded lengths up to 80."""
+    """Settings, sentences, engine and results for sources of three padded lengths up to 80."""
     config = dataclasses.replace(CONFIG, batch_size=9, max_source_length=80, min_length=2)
     engine = as_users_compile(Engine(make_model(0), config))
     sentences = [
         Sentence(
-            np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist(), num_hypotheses=2
+            np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 15 + 32 * (i % 3)).tolist(),
+            num_hypotheses=2,
         )
         for i in range(40)
     ]

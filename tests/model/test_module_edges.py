@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax import Array, export
 
+from tests.model.random_weights import random_transformer
 from transformer_jax import (
     BeamSearch,
     FeedForward,
@@ -29,7 +30,7 @@ from transformer_jax.model.transformer import with_cast_weights
 from transformer_jax.settings.config import MeshConfig
 
 CONFIG = ModelConfig(vocab_size=20, d_model=16, d_ff=32, num_heads=2, num_layers=1, dtype="float32")
-MODEL = Transformer(CONFIG, rngs=nnx.Rngs(0))
+MODEL = random_transformer(CONFIG)
 SOURCE_BS = jnp.array([[5, 6, 7, 8, 2], [5, 6, 2, 0, 0]])
 TARGET_BT = jnp.array([[5, 6, 7, 2], [5, 2, 0, 0]])
 X_BTD = jnp.ones((2, 4, 16))
@@ -163,7 +164,7 @@ def tokens(*shape: Any) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exported_translate_function_takes_any_number_and_length_of_sentences(dtype) -> None:
     config = ModelConfig(vocab_size=20, d_model=16, d_ff=32, num_heads=2, num_layers=1, dtype=dtype)
-    model = with_cast_weights(Transformer(config, rngs=nnx.Rngs(0)))
+    model = with_cast_weights(random_transformer(config))
 
     def run(source_BS: Array) -> tuple[Array, ...]:
         return translate(model, source_BS)
@@ -188,7 +189,7 @@ def test_an_exported_model_takes_symbolic_lengths(settings: dict[str, Any]) -> N
     config = ModelConfig(
         vocab_size=20, d_model=16, d_ff=32, num_heads=2, num_layers=1, dtype="float32", **settings
     )
-    model = Transformer(config, rngs=nnx.Rngs(0))
+    model = random_transformer(config)
 
     def run(source_BS: Array, target_BT: Array) -> Array:
         return model(source_BS, target_BT)
@@ -219,9 +220,10 @@ def test_a_mesh_with_other_axes_is_refused_by_name() -> None:
     ):
         with pytest.raises(UserError, match=message):
             call()
+    logits = nnx.jit(lambda model: model(SOURCE_BS, TARGET_BT))
     with jax.set_mesh(mesh):  # of another program, which shards nothing of the model
-        logits_BTV = MODEL(SOURCE_BS, TARGET_BT)
-    np.testing.assert_allclose(logits_BTV, MODEL(SOURCE_BS, TARGET_BT), rtol=1e-6)
+        logits_BTV = logits(MODEL)
+    np.testing.assert_allclose(logits_BTV, logits(MODEL), rtol=1e-6)
     assert batch_sharding(make_mesh(MeshConfig(), jax.devices()[:1])) is not None
 
 

@@ -1,12 +1,16 @@
 """Special token ids in ``ModelConfig``: which ids they are changes no number."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import Array
 
+from tests.model.random_weights import random_transformer
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.decoding.engine import Engine
@@ -28,13 +32,12 @@ OTHER = dataclasses.replace(
 
 def test_a_permutation_of_the_vocabulary_permutes_results() -> None:
     """Batches, logits, the loss and outputs of the search."""
-    model = Transformer(CONFIG, rngs=nnx.Rngs(0))
-    other = Transformer(OTHER, rngs=nnx.Rngs(0))
-    nnx.update(other, nnx.state(model))
+    model = random_transformer(CONFIG)
+    other = random_transformer(OTHER)
     old_of_new = np.argsort(NEW_OF_OLD)
     for parameter in (other.target_embedding.matrix, other.softmax_bias):
         assert parameter is not None
-        parameter[...] = parameter[...][old_of_new]
+        parameter[...] = jnp.asarray(np.asarray(parameter[...])[old_of_new])
     sources, targets = [[5, 6, 7], [8, 9, 3, 4]], [[4, 4], [11, 5, 10]]
     batches = []
     for config, ids in ((CONFIG, np.arange(V)), (OTHER, NEW_OF_OLD)):
@@ -46,20 +49,24 @@ def test_a_permutation_of_the_vocabulary_permutes_results() -> None:
     np.testing.assert_array_equal(NEW_OF_OLD[batches[0].source_BS], batches[1].source_BS)
     np.testing.assert_array_equal(NEW_OF_OLD[batches[0].target_BT], batches[1].target_BT)
 
-    logits, losses = [], []
-    for transformer, batch in zip((model, other), batches):
-        source_BS, target_BT = jnp.asarray(batch.source_BS), jnp.asarray(batch.target_BT)
+    @nnx.jit
+    def logits_and_loss(transformer: Transformer, source_BS: Array, target_BT: Array) -> Any:
         hidden_BTD = transformer.hidden(source_BS, target_BT)
-        logits.append(np.asarray(transformer.logits(hidden_BTD)))
-        losses.append(
-            smoothed_cross_entropy(
-                hidden_BTD,
-                transformer.output_matrix_VD,
-                target_BT,
-                pad_id=transformer.config.pad_id,
-                bias_V=transformer.output_bias_V,
-            )
+        loss = smoothed_cross_entropy(
+            hidden_BTD,
+            transformer.output_matrix_VD,
+            target_BT,
+            pad_id=transformer.config.pad_id,
+            bias_V=transformer.output_bias_V,
         )
+        return transformer.logits(hidden_BTD), loss
+
+    logits, losses = zip(
+        *(
+            jax.tree.map(np.asarray, logits_and_loss(transformer, *batch[:2]))
+            for transformer, batch in zip((model, other), batches)
+        )
+    )
     is_real = batches[0].target_BT != CONFIG.pad_id
     np.testing.assert_allclose(logits[0][is_real], logits[1][..., NEW_OF_OLD][is_real], atol=1e-6)
     np.testing.assert_allclose(losses[0].loss, losses[1].loss, rtol=1e-5)

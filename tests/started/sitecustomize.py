@@ -15,6 +15,6 @@ class WithoutPyTorch:
             raise ModuleNotFoundError(name)
 
 
-gc.set_threshold(100_000, 50, 50)
+gc.set_threshold(1_000_000, 20, 50)
 if any(word.endswith("train.py") for word in sys.orig_argv[:2]):
     sys.meta_path.insert(0, WithoutPyTorch())  # type: ignore[arg-type]

@@ -37,8 +37,9 @@ from transformer_jax.training.step import make_step_functions
 from transformer_jax.translation.scoring import Scorer
 
 MODEL = ModelConfig(
-    **{"vocab_size": 24, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_layers": 2},
-    **{"dropout": 0.0, "dtype": "float32", "tie_embeddings": "none", "alignment_layer": -2},
+    **{"vocab_size": 24, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_layers": 1},
+    **{"num_decoder_layers": 2, "alignment_layer": -2},
+    **{"dropout": 0.0, "dtype": "float32", "tie_embeddings": "none"},
 )
 
 

@@ -12,7 +12,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.settings.config import Config, TrainingConfig
 from transformer_jax.training.loop import train
 
-CONFIG = no_evaluation(tiny(dropout=0.1, steps=8, checkpoint_every=4, log_every=2))
+CONFIG = no_evaluation(tiny(steps=8, checkpoint_every=4, log_every=2))
 
 
 def profiled(steps: str) -> Config:

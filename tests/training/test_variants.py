@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"norm": "pre", "norm_type": "rms", "activation": "geglu", "feed_forward_bias": False},
         **{"positions": "relative", "relative_buckets": 9, "relative_distance": 12},
         **{"attention_scale": False, "embedding_scale": "none", "output_scale": True},
-        **{"num_layers": 2, "relative_bias": "layer", "decoder_start_id": 0, "remat": True},
+        **{"num_decoder_layers": 2, "relative_bias": "layer", "decoder_start_id": 0, "remat": True},
     },
     "bart": {
         **{"positions": "learned", "max_positions": 32, "position_offset": 2},
