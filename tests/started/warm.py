@@ -31,14 +31,16 @@ def start_programs_warm() -> None:
     """Change how ``subprocess.Popen`` starts the package's programs."""
     start_as_usual = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
-    def start(self: Any, args: Any, *given: Any) -> None:
-        *settings, _, cwd, env, _, _, _ = given[:9]
-        pipes = given[9:15]
-        new_session, process_group = given[-2:]
+    def start(
+        self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *settings: Any
+    ) -> None:
+        pass_fds, cwd, env = settings[:3]
+        pipes = settings[6:12]
+        *_, new_session, process_group = settings
         environment = dict(os.environ if env is None else env)
-        is_plain = not (any(settings[:2]) or given[3] or new_session or process_group != -1)
+        is_plain = not (executable or preexec_fn or pass_fds or new_session or process_group != -1)
         if not (is_plain and _is_ours(args) and _has_settings_of_jax(environment)):
-            start_as_usual(self, args, *given)
+            start_as_usual(self, args, executable, preexec_fn, close_fds, *settings)
             return
         ends_of_child = pipes[0], pipes[3], pipes[5]
         self.pid = _helper().start(
@@ -163,7 +165,6 @@ def main() -> None:
 
     sys.path.pop(0)  # this folder
     sys.meta_path.insert(0, WithoutPyTorch())  # type: ignore[arg-type]
-    import transformer_jax.serving.app
     import transformer_jax.training.loop
     import transformer_jax.translation.translator  # noqa: F401
 
