@@ -83,7 +83,7 @@ def _draw_settings():
             yield pytest.param(temperature, top_k, top_p, marks=marks)
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), _draw_settings())
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), list(_draw_settings()))
 def test_draws_follow_temperature_then_top_k_then_top_p(temperature, top_k, top_p):
     """Only tokens of the reference's set are drawn, as often as it says."""
     count = 4000

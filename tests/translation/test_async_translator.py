@@ -63,7 +63,7 @@ def test_terms_travel_with_their_sentences(translator, shared) -> None:
     """Sentences with terms and without are in progress together. More terms are refused."""
     terms = {"one": "TWO", "nine": ["TEN", "SIX"]}
     lines = [Request(line, glossary=terms if i % 2 else {}) for i, line in enumerate(LINES)]
-    limited = AsyncTranslator(translator, max_terms=2)
+    limited = AsyncTranslator(translator, max_terms=4)
     limited.start()
 
     async def all_at_once():
