@@ -29,6 +29,7 @@ from .model.kv_cache import DecoderCache
 from .model.layers import Decoder, DecoderLayer, Embedding, Encoder, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
 from .model.transformer import Transformer, model_from_arrays, parameter_shapes
+from .pretrained.encoder import TextEncoder
 from .pretrained.loading import load_model, local_workdir
 from .runs.model_folder import save_model
 from .settings.config import (
@@ -97,6 +98,7 @@ __all__ = [
     "SearchResult",
     "Sentence",
     "SubwordModel",
+    "TextEncoder",
     "Tokenizer",
     "TokenizerConfig",
     "TrainingConfig",

@@ -653,7 +653,7 @@ def test_program_errors_for_existing_folders_and_other_formats(
     (tmp_path / "marian" / "model.npz").touch()
     folder = tmp_path / "marian"
     for name, message in (
-        (folder, "config.json' cannot be read"),
+        (folder, "has no decoder.yml; expected one such file"),
         (folder / "model.npz", "is not a folder and cannot be downloaded"),
     ):
         assert main(["import", "--input", str(name), "--workdir", str(tmp_path / "w")]) == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file
 
 from tests.pretrained import families
@@ -16,7 +17,7 @@ from transformer_jax.export.__main__ import main
 from transformer_jax.pretrained.loading import import_into, load_model
 
 [TRANSLATE] = [block for block in blocks("docs/python.md") if "nllb" in block.code]
-STEP, CONVERTED = blocks("docs/pretrained.md")
+STEP, ENCODER, CONVERTED = blocks("docs/pretrained.md")
 
 
 @pytest.fixture(
@@ -71,3 +72,13 @@ def test_a_loaded_model_is_trained_saved_exported_and_converted(case: str) -> No
     command = [program, "--model", "tuned-hf", "--output_dir", "tuned-ct2"]
     subprocess.run(command, check=True, capture_output=True)
     CONVERTED._replace(code=adapted(CONVERTED.code)).run()
+
+
+def test_the_encoder_of_an_image_model_runs_in_another_program(tmp_path, monkeypatch) -> None:
+    families.write("t5", tmp_path / "tokenizer_2")
+    config = transformers.T5Config.from_pretrained(tmp_path / "tokenizer_2")
+    transformers.T5EncoderModel(config).save_pretrained(tmp_path / "text_encoder_2")
+    name = "transformer_jax.pretrained.encoder.find_pretrained"
+    monkeypatch.setattr(name, lambda *_, **__: tmp_path)
+    # A divisor of d_model in the stand-in.
+    ENCODER._replace(code=ENCODER.code.replace("jax.device_count()", "4")).run()

@@ -90,7 +90,7 @@ CASE_OF = {"m2m_100": "m2m_100", "t5": "t5", "mt5": "mt5", "umt5": "umt5", "bart
 CASE_OF |= {"mbart": "mbart", "pegasus": "pegasus", "marian": "marian"}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"marian-npz"}))
 def test_absent_fields_have_the_defaults_of_the_class(
     model_type: str, folder_of: Callable[[str], Path]
 ) -> None:

@@ -22,9 +22,10 @@ class Export:
 
     workdir: str
     """Work directory of a training run, the folder of one of its checkpoints, or a model folder."""
-    format: Literal["argos", "ctranslate2", "huggingface"]
-    """A package for Argos Translate and LibreTranslate, a CTranslate2 folder, or a folder for
-    Hugging Face transformers: MarianMT, or the class that a pretrained model came from."""
+    format: Literal["argos", "ctranslate2", "huggingface", "marian"]
+    """A package for Argos Translate and LibreTranslate, a CTranslate2 folder, a folder for Hugging
+    Face transformers (MarianMT, or the class that a pretrained model came from), or Marian's own
+    files, for a model that came from them."""
     output: str
     """New or empty folder to write to."""
     languages: tuple[str, ...] = ()
@@ -56,6 +57,7 @@ class Export:
         from transformer_jax import load_model
         from transformer_jax.export.argos import pack_argos
         from transformer_jax.export.huggingface import export_huggingface
+        from transformer_jax.export.marian import export_marian
         from transformer_jax.export.model_card import write_model_card
         from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
 
@@ -63,6 +65,8 @@ class Export:
             config, model, tokenizer = load_model(self.workdir)
             if self.format == "huggingface":
                 export_huggingface(config, model, tokenizer, folder)
+            elif self.format == "marian":
+                export_marian(model, tokenizer, folder)
             else:
                 export_ctranslate2(config, model, tokenizer, folder, self.quantization)
             write_model_card(self.workdir, self.languages[::2], folder)

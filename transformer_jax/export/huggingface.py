@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from transformer_jax import Config, Tokenizer, Transformer
+from transformer_jax import Config, Tokenizer, Transformer, UserError
 from transformer_jax.pretrained.export_files import check_fields, write_json, write_sentencepiece
 from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
+from transformer_jax.pretrained.marian import MarianFiles
 from transformer_jax.pretrained.new_languages import describe_new_languages
 from transformer_jax.pretrained.search_settings import length_limits, to_transformers
 from transformer_jax.pretrained.weights import to_library, with_biases
@@ -57,12 +58,24 @@ def export_huggingface(
 
 
 def _export_pretrained(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
+    pretrained = unzip_pretrained(tokenizer, folder)
+    if isinstance(pretrained.files, MarianFiles):
+        raise UserError(
+            "--format is 'huggingface', but the model came from Marian's own files; transformers "
+            "has other positions. Expected: --format marian."
+        )
+    _write_weights(pretrained.to_tensors(model), folder)
+
+
+def unzip_pretrained(tokenizer: Tokenizer, folder: Path) -> Pretrained:
+    """Write the files of a pretrained model, apart from its weights, to ``folder``."""
     with zipfile.ZipFile(io.BytesIO(tokenizer.pretrained)) as archive:
         archive.extractall(folder)
     if isinstance(tokenizer.source.segmenter, JsonSegmenter):
         (folder / "tokenizer.json").write_bytes(tokenizer.source.model)
-    describe_new_languages(folder, tokenizer)
-    _write_weights(Pretrained(folder).to_tensors(model), folder)
+    if (folder / "config.json").exists():  # Marian's own files have no languages
+        describe_new_languages(folder, tokenizer)
+    return Pretrained(folder)
 
 
 def _write_weights(tensors: dict[str, np.ndarray], folder: Path) -> None:

@@ -76,6 +76,8 @@ class Embedding(nnx.Module):
         x_BLD = matrix_VD.at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
         if self.zero_id is not None:
             x_BLD = jnp.where(tokens_BL[..., None] == self.zero_id, 0, x_BLD)
+        if config.zero_decoder_start:
+            x_BLD = jnp.where(tokens_BL[..., None] == config.decoder_start_id, 0, x_BLD)
         if config.embedding_scale != "none":
             x_BLD = x_BLD * config.d_model**0.5
         learned_LD = None if self.position_matrix is None else self.position_matrix[...]

@@ -22,13 +22,13 @@ logger = logging.getLogger("transformer_jax.pretrained")
 
 @dataclass(frozen=True)
 class Import:
-    """Convert a pretrained model in transformers' format (OPUS-MT, M2M100, NLLB, T5, BART, ...) to
-    a model folder for decode.py and train.py --training.start-from.
+    """Convert a pretrained model in transformers' format (OPUS-MT, M2M100, NLLB, T5, BART, ...) or
+    Marian's to a model folder for decode.py and train.py --training.start-from.
     """
 
     input: str
-    """Name of a model on the Hugging Face Hub, or a folder with config.json, model.safetensors or
-    its shards, and the tokenizer's files.
+    """Name of a model on the Hugging Face Hub; a folder with config.json, model.safetensors or its
+    shards, and the tokenizer's files; or a folder or zip archive of Marian's own files.
     """
     workdir: str
     """New or empty model folder to write to."""

@@ -19,6 +19,11 @@ _FIELD_TYPES: dict[str, Any] = {
     "feed_forward_proj": str,
     "scale_embedding": bool,
     "num_decoder_layers": int | None,
+    "transformer-ffn-activation": str,
+    "norm": str,
+    "final_norm": bool,
+    "embedding_norm": bool,
+    "share_positions": bool,
 }
 _MAX_VOCABULARY_SIZE = 2**20  # more would take minutes
 # Other names of fields. If a file has both, transformers takes this one.
@@ -125,9 +130,10 @@ def read_config(files: JsonFiles) -> PretrainedConfig:
     content = files["config.json"]
     model_type = content.get("model_type")
     if str(model_type) not in FAMILIES:
+        supported = [name for name, family in FAMILIES.items() if family.config_name == file.name]
         raise UserError(
             f"model_type in {str(file)!r} is {model_type!r}; expected one of: "
-            f"{', '.join(FAMILIES)}. Other models are not supported."
+            f"{', '.join(supported)}. Other models are not supported."
         )
     family = FAMILIES[str(model_type)]
     if content.get("quantization_config"):

@@ -37,7 +37,8 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "final_norm": (None, True, False),
     "norm_type": ("layer", "rms"),
     "activation": tuple(_ACTIVATIONS),
-    "positions": ("interleaved", "learned"),
+    "positions": ("interleaved", "tensor2tensor", "learned"),
+    "zero_decoder_start": (False, True),
     "tie_embeddings": ("all", "embeddings", "target", "none"),
 }
 _POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
@@ -99,14 +100,17 @@ def export_ctranslate2(
     # The target's matrices, also where the source or the softmax uses them.
     matrix = "target_embedding.matrix"
     table = "target_embedding.position_matrix"
-    num_positions = position_table_length(config)
-    weights.setdefault(table, sinusoidal_positions(num_positions, config.model.d_model))
+    layout = config.model.positions
+    if layout == "interleaved" or layout == "tensor2tensor":
+        num_positions = position_table_length(config)
+        weights[table] = sinusoidal_positions(num_positions, config.model.d_model, layout)
     shared = {
         "softmax_matrix": matrix,
         "source_embedding.matrix": matrix,
         "source_embedding.position_matrix": table,
     }
     weights = {name: weights[source] for name, source in shared.items()} | weights
+    spec.decoder.start_from_zero_embedding = config.model.zero_decoder_start
     library = _LIBRARY
     if config.model.is_gated:
         names = {**library.names, "feed_forward.inner": "ffn/linear_0_noact/{}"}

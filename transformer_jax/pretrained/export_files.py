@@ -27,7 +27,7 @@ def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]
     neither in ``allowed`` nor sizes and the like must have the paper's value, so an export never
     ignores a field that it does not know.
     """
-    if shape.positions == "interleaved":
+    if shape.positions != "learned":
         allowed = {"embedding_scale": ("all", "tokens")} | allowed
     for field in dataclasses.fields(shape):
         if field.name in _ANY_VALUE and field.name not in allowed:

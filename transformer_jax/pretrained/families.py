@@ -46,6 +46,8 @@ class Family(NamedTuple):
     num_replaced_pieces: int = 0
     """... the number of the model's own first tokens that they replace. None: not supported without
     tokenizer.json."""
+    config_name: str = "config.json"
+    """Where its settings are."""
 
 
 # In fairseq's models, encoder and decoder have the same fields.
@@ -223,6 +225,70 @@ def _make_t5_family(name: str, defaults: Mapping[str, Any], **settings: Any) -> 
     )
 
 
+# Marian's own files (``marian.py``).
+_MARIAN_NAMES = {
+    "target_embedding.matrix": "Wemb",
+    "source_embedding.norm.scale": "encoder_emb_ln_scale",
+    "source_embedding.norm.bias": "encoder_emb_ln_bias",
+    "target_embedding.norm.scale": "decoder_emb_ln_scale",
+    "target_embedding.norm.bias": "decoder_emb_ln_bias",
+    "softmax_matrix": "decoder_ff_logit_out_Wt",
+    "softmax_bias": "decoder_ff_logit_out_b",
+    "final_norm": "{side}_top_{}",
+    "self_attention.query": "self_{}q",
+    "self_attention.key": "self_{}k",
+    "self_attention.value": "self_{}v",
+    "self_attention.output": "self_{}o",
+    "self_attention_residual": "self_Wo_{}",
+    "cross_attention.query": "context_{}q",
+    "cross_attention.key": "context_{}k",
+    "cross_attention.value": "context_{}v",
+    "cross_attention.output": "context_{}o",
+    "cross_attention_residual": "context_Wo_{}",
+    "feed_forward.inner": "ffn_{}1",
+    "feed_forward.output": "ffn_{}2",
+    "feed_forward_residual": "ffn_ffn_{}",
+}
+_MARIAN_FIELDS = {
+    "dim-emb": "d_model",
+    "enc-depth": "num_layers",
+    "dec-depth": "num_decoder_layers",
+    "transformer-heads": "num_heads",
+    "transformer-dim-ffn": "d_ff",
+    "transformer-ffn-activation": "activation",
+    "norm": "norm",
+    "final_norm": "final_norm",
+    "embedding_norm": "embedding_norm",
+    "share_positions": "share_positions",
+}
+_MARIAN_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "type": ("transformer",),
+    "transformer-decoder-autoreg": ("self-attention",),
+    "transformer-ffn-activation": ("relu", "swish"),
+    "transformer-ffn-depth": (2,),
+    "transformer-decoder-ffn-depth": (0, 2),
+    "transformer-decoder-dim-ffn": (0,),
+    "transformer-attention-mask": ("default",),
+    "transformer-tied-layers": ([],),
+    "input-types": ([],),
+    "lemma-dim-emb": (0,),
+    "lemma-dependency": ("",),
+    **dict.fromkeys(
+        (
+            "transformer-no-projection",
+            "transformer-no-bias",
+            "transformer-no-affine",
+            "transformer-train-positions",
+            "transformer-train-position-embeddings",
+            "transformer-disable-position-embeddings",
+            "output-omit-bias",
+            "right-left",
+            "ulr",
+        ),
+        (False,),
+    ),
+}
+
 FAMILIES = {
     "marian": Family(
         "MarianMTModel",
@@ -240,6 +306,40 @@ FAMILIES = {
         required=dict.fromkeys(
             ("normalize_before", "normalize_embedding", "add_final_layer_norm"), (False,)
         ),
+    ),
+    "marian-npz": Family(
+        "Marian",
+        WeightNames(
+            _MARIAN_NAMES,
+            "{side}_l{number}_",
+            norm=("ln_scale", "ln_bias"),
+            linear=("W", "b"),
+            first_layer=1,
+        ),
+        _MARIAN_FIELDS,
+        {
+            "positions": "tensor2tensor",
+            "embedding_scale": "tokens",
+            "attention_bias": True,
+            "softmax_bias": True,
+            "zero_decoder_start": True,
+        },
+        {
+            "dim-emb": 512,
+            "enc-depth": 6,
+            "dec-depth": 6,
+            "transformer-heads": 8,
+            "transformer-dim-ffn": 2048,
+            "transformer-ffn-activation": "swish",
+            "bos_token_id": None,
+        },
+        "MarianTokenizer",
+        separate_names={
+            "source_embedding.matrix": "encoder_Wemb",
+            "target_embedding.matrix": "decoder_Wemb",
+        },
+        required=_MARIAN_REQUIRED,
+        config_name="special:model.yml",
     ),
     "m2m_100": Family(
         "M2M100ForConditionalGeneration",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,6 +19,7 @@ from transformer_jax.storage.files import check_types, parse_object
 
 # Names in safetensors files.
 _DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": jnp.bfloat16}
+_FILE_ENDINGS = (".json", ".safetensors", ".bin", ".model", ".spm", ".txt", ".npz", ".yml")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class LazyArray:
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
+    """Reads it as float32."""
+    map: Callable[[], np.ndarray]
+    """Returns an array in the type of the file. Where possible, only the parts of it that are used
+    are read."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read()
@@ -84,10 +89,7 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PyTorch, for unusual pickles
             read = torch.load(file, map_location="cpu", weights_only=True)
-        return {
-            name: LazyArray(tuple(x.shape), lambda x=x: x.detach().float().numpy())  # type: ignore[misc]
-            for name, x in read.items()
-        }
+        arrays = {name: x.detach().float().numpy() for name, x in read.items()}
     except ModuleNotFoundError:
         raise UserError(
             f"Reading {file.name} requires PyTorch. Install it (pip install torch) or download "
@@ -98,27 +100,44 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
         raise read_error(file, error) from None
     except Exception as error:  # many exception types, not all public
         raise read_error(file, error) from None
+    return {name: lazy_array(x.shape, lambda x=x: x) for name, x in arrays.items()}  # type: ignore[misc]
+
+
+def lazy_array(shape: Sequence[int], read: Callable[[], np.ndarray]) -> LazyArray:
+    """Return an array that is always read as a whole."""
+    return LazyArray(tuple(shape), read, read)
 
 
 def _lazy_tensor(file: Path, header_entry: Mapping[str, Any]) -> LazyArray:
     """Return a tensor, given its place in the file. Memory-mapped pages would count as memory."""
     start, end = header_entry["data_offsets"]
     dtype = np.dtype(_DTYPES[header_entry["dtype"]])
+    shape = tuple(header_entry["shape"])
+
+    def begin() -> int:
+        with file.open("rb") as stream:
+            return 8 + int.from_bytes(stream.read(8), "little") + start
 
     def read() -> np.ndarray:
-        with file.open("rb") as stream:
-            begin = 8 + int.from_bytes(stream.read(8), "little") + start
-            x = np.fromfile(stream, dtype, (end - start) // dtype.itemsize, offset=begin - 8)
-        return x.reshape(header_entry["shape"]).astype(np.float32, copy=False)
+        x = np.fromfile(file, dtype, (end - start) // dtype.itemsize, offset=begin())
+        return x.reshape(shape).astype(np.float32, copy=False)
 
-    return LazyArray(tuple(header_entry["shape"]), read)
+    def map_file() -> np.ndarray:
+        return np.memmap(file, dtype, "r", begin(), shape)
+
+    return LazyArray(shape, read, map_file)
 
 
 class JsonFiles(dict[str, dict[str, Any]]):
     """JSON objects in a folder, by file name. Each file is read once, when it is first needed.
 
     A missing file is an empty object.
+
+    Attributes:
+      copied_files: patterns of the files that an export copies, apart from the weights.
     """
+
+    copied_files: tuple[str, ...] = ("*.json", "*.model", "*.spm", "*.txt")
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -131,12 +150,20 @@ class JsonFiles(dict[str, dict[str, Any]]):
     def check(self, name: str, fields: Mapping[str, Any]) -> None:
         """Raise ``UserError`` unless a file has ``fields`` of these types."""
         file = self.folder / name
-        if fields and not file.exists():
+        if fields and not (name in self or file.exists()):
             raise read_error(file, FileNotFoundError("it is missing"))
         try:
             check_types(self[name], name, fields)
         except UserError as error:
             raise read_error(file, error) from None
+
+    def open_tensors(self, allow_pickle: bool = False) -> dict[str, LazyArray]:
+        """Return the weights by name."""
+        return open_tensors(self.folder, allow_pickle)
+
+    def other_contents(self) -> dict[str, bytes]:
+        """Return the contents of further files that an export needs, by name."""
+        return {}
 
 
 def read_files(folder: Path) -> JsonFiles:
@@ -144,7 +171,7 @@ def read_files(folder: Path) -> JsonFiles:
 
     Raises ``UserError`` if it has no config.json, or links and pipes among its files.
     """
-    _check_files(folder)
+    check_files(folder)
     files = JsonFiles(folder)
     if not (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
         raise UserError(
@@ -152,11 +179,16 @@ def read_files(folder: Path) -> JsonFiles:
             "model. Merge it in transformers with peft: model.merge_and_unload(), then "
             "save_pretrained(FOLDER)."
         )
+    if (folder / "model_index.json").exists():
+        raise UserError(
+            f"{str(folder)!r} is an image model; expected a model that writes text. "
+            "TextEncoder.from_pretrained loads its text encoder."
+        )
     files["config.json"] = _read_json(folder / "config.json")
     return files
 
 
-def _check_files(folder: Path) -> None:
+def check_files(folder: Path) -> None:
     """Raise ``UserError`` for a link out of the folder, except to the blobs of the hub's cache, for
     a broken link, and for anything but files and folders, such as a pipe.
     """
@@ -170,7 +202,7 @@ def _check_files(folder: Path) -> None:
             map(target.is_relative_to, (resolved_folder, resolved_folder.parent.parent / "blobs"))
         ):
             raise _outside_folder_error(file)
-        is_needed = file.suffix in (".json", ".safetensors", ".bin", ".model", ".spm", ".txt")
+        is_needed = file.suffix in _FILE_ENDINGS
         if not (target.is_file() or target.is_dir()) or (is_needed and target.is_dir()):
             kind = "a folder" if target.is_dir() else "a pipe or a device"
             raise UserError(f"{str(file)!r} is {kind}; expected a file. Remove it.")
@@ -194,7 +226,6 @@ def read_error(file: Path, error: Exception) -> UserError:
     """Return the error for a file that is missing, corrupt or of another format."""
     reason = one_line(error).rstrip(".")
     return UserError(
-        f"{str(file)!r} cannot be read ({reason}); expected a file from a Hugging "
-        "Face folder in transformers' format (not Marian's own model.npz). Download it again: hf "
-        "download NAME --local-dir FOLDER"
+        f"{str(file)!r} cannot be read ({reason}); expected a file from a Hugging Face folder in "
+        "transformers' format. Download it again: hf download NAME --local-dir FOLDER"
     )

@@ -1,21 +1,32 @@
-"""Finds pretrained models: folders in transformers' format, or names on the Hugging Face Hub."""
+"""Finds pretrained models: folders, zip archives of Marian, or names on the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformer_jax.errors import UserError, needs_extra, one_line
-from transformer_jax.pretrained.folder import COPIED_FILES
+from transformer_jax.pretrained.files import JsonFiles
+from transformer_jax.pretrained.marian import unpack
+from transformer_jax.storage.files import cache_folder, locked, remove_folder
 
-_DOWNLOADED_FILES = [*COPIED_FILES, "model*.safetensors"]
+_DOWNLOADED_FILES = [*JsonFiles.copied_files, "model*.safetensors"]
 
 
-def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
+def find_pretrained(
+    name: str,
+    *,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    files: Sequence[str] = _DOWNLOADED_FILES,
+) -> Path:
     """Return a local folder, or the folder in huggingface_hub's cache of the model ``name``.
+    A zip archive is unpacked in our own cache.
 
     A name such as ``facebook/nllb-200-distilled-600M`` is downloaded if it is not in the cache.
     ``revision`` is a branch, tag or commit, as is REVISION in NAME@REVISION. huggingface_hub reads
-    HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
+    HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. ``files`` are the patterns to download.
 
     Raises ``UserError`` if the model cannot be downloaded.
     """
@@ -27,9 +38,11 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
                 "Hugging Face Hub. Leave out the revision, or choose another name."
             )
         return folder
+    if folder.suffix == ".zip" and folder.is_file():
+        return _unpacked(folder)
     with needs_extra("pretrained"):
         import huggingface_hub  # noqa: F401
-    files = [*_DOWNLOADED_FILES, "pytorch_model.bin"] if allow_pickle else _DOWNLOADED_FILES
+    files = [*files, *["pytorch_model.bin"] * allow_pickle]
     name, _, tag = name.partition("@")
     try:
         folder_in_cache = _download(name, revision or tag or None, files)
@@ -42,6 +55,25 @@ def find_pretrained(name: str, *, revision: str | None = None, allow_pickle: boo
             "--local-dir FOLDER."
         ) from None
     return Path(folder_in_cache)
+
+
+def _unpacked(archive: Path) -> Path:
+    """Return the folder in our cache with the files of a zip archive."""
+    stat = archive.stat()
+    key = f"{archive.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    folder = cache_folder() / "unpacked" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_suffix(".lock")):
+        if not folder.exists():
+            temporary = folder.with_suffix(".part")
+            remove_folder(temporary)
+            temporary.mkdir()
+            try:
+                unpack(archive, temporary)
+                temporary.rename(folder)
+            finally:
+                remove_folder(temporary)
+    return folder
 
 
 def _download(name: str, revision: str | None, files: list[str]) -> str:

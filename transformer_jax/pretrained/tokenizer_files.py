@@ -8,6 +8,7 @@ from typing import Any
 from transformer_jax.errors import UserError, needs_extra, short_repr
 from transformer_jax.pretrained.config_file import PretrainedConfig
 from transformer_jax.pretrained.files import JsonFiles
+from transformer_jax.pretrained.marian import MarianFiles
 from transformer_jax.tokenization.languages import Languages, Layout
 from transformer_jax.tokenization.segmenters import (
     JsonSegmenter,
@@ -50,6 +51,10 @@ class PretrainedTokenizer:
         self.kind = config.family.tokenizer
         self.settings: dict[str, Any] = {}
         self.segmenters: list[SentencePieceSegmenter | JsonSegmenter]
+        if isinstance(files, MarianFiles):
+            self.segmenters = [self._read_model(name) for name in files.segmenters]
+            self.ids = files.vocabularies
+            return
         if config.family.name == "MarianMTModel":  # the other files say nothing more
             self.segmenters = [self._read_model(name) for name in ("source.spm", "target.spm")]
             self.ids = [_checked_ids(files, "vocab.json")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -159,7 +160,7 @@ def _reference_output(
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
-    """Format comparisons as a Markdown table."""
+    """Format comparisons, and the versions of the libraries, as a Markdown table."""
     rows = [
         "| model | same token ids | logits apart | same beam searches |",
         "|---|---|---|---|",
@@ -170,7 +171,9 @@ def table(comparisons: Sequence[Comparison]) -> str:
             f"{comparison.logit_difference:.1e} | "
             f"{comparison.num_same_outputs} of {comparison.num_ended} that end |"
         )
-    return "\n".join(rows)
+    packages = ("transformer-jax", "jax", "transformers", "torch")
+    versions = [f"{package} {version(package)}" for package in packages]
+    return "\n".join([*rows, "", f"In float32 with {', '.join(versions)}."])
 
 
 def _in_float32(config: Config, model: Transformer) -> Transformer:

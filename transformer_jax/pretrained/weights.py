@@ -42,7 +42,11 @@ class WeightNames(NamedTuple):
     """Format string for the prefix of a layer's weight names: {side} is the encoder or the decoder,
     {number} is the index of the layer."""
     norm: tuple[str, str] = ("weight", "bias")
-    """Names of a norm's scale and bias. Other modules use weight and bias."""
+    """Names of a norm's scale and bias, and ..."""
+    linear: tuple[str, str] = ("weight", "bias")
+    """... of the kernel and the bias of other modules."""
+    first_layer: int = 0
+    """Index of the first layer."""
     sines_first: bool = False
     """Sinusoids are the paper's, with all sines before all cosines."""
 
@@ -67,49 +71,61 @@ def from_library(
     location: str,
     *,
     optional: str,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, LazyArray]:
     """Find the parameters of a model, by name, among the arrays of ``library``.
 
-    Missing arrays are zero if their names match the regular expression ``optional``.
+    Missing arrays are zero if their names match the regular expression ``optional``. ``shapes`` of
+    the parameters are those of a ``Transformer`` by default.
 
     Raises ``UserError``, which begins with ``location``, for missing or unexpected names and wrong
     shapes, and, when a parameter is read, for NaN and infinity.
     """
 
-    def read(foreign_name: str, index: int, names: list[str]) -> np.ndarray:
-        x = np.asarray(arrays[foreign_name])
+    def arranged(x: np.ndarray, index: int, names: list[str]) -> np.ndarray:
         name = names[index]
-        with np.errstate(invalid="ignore"):  # inf - inf
-            total = x.sum(dtype=np.float64)  # needs no memory, unlike isfinite(x)
-        if not np.isfinite(total):
-            count = np.count_nonzero(~np.isfinite(x))
-            raise UserError(
-                f"{location} have {count:,} NaN or infinite values in {foreign_name}; expected "
-                "finite numbers. Download or train the weights again."
-            )
         x = np.split(x, len(names))[index]
         x = x.T if name.endswith("kernel") else x
         x = put_sines_first(name, x, back=True) if library.sines_first else x
         scale = _scale(name, config)
         x = x / scale if scale else x
-        return np.ascontiguousarray(x.reshape(shapes[name]))
+        return x.reshape(parameter_shape[name])
 
-    _check_layers(tensors, config, library, location)
-    shapes = parameter_shapes(config)
+    def read(foreign_name: str, index: int, names: list[str]) -> np.ndarray:
+        x = np.asarray(arrays[foreign_name])
+        check_finite(x, f"{location} have", foreign_name)
+        return np.ascontiguousarray(arranged(x, index, names))
+
+    def map_file(foreign_name: str, index: int, names: list[str]) -> np.ndarray:
+        x = arrays[foreign_name]
+        return arranged(x.map() if isinstance(x, LazyArray) else x, index, names)
+
+    if shapes is None:
+        _check_layers(tensors, config, library, location)
+    parameter_shape = shapes or parameter_shapes(config)
     parameters: dict[str, LazyArray] = {}
     expected: dict[str, tuple[int, ...]] = {}
-    for foreign_name, names in _names(shapes, library).items():
+    for foreign_name, names in _names(parameter_shape, library).items():
         for index, name in enumerate(names):
-            expected_array = np.broadcast_to(0, _plain_shape(name, shapes[name]))
+            shape = parameter_shape[name]
+            expected_array = np.broadcast_to(0, _plain_shape(name, shape))
             expected_array = _with_foreign_axes(name, expected_array, foreign_name)
             expected[foreign_name] = (len(names) * len(expected_array), *expected_array.shape[1:])
-            parameters[name] = LazyArray(shapes[name], partial(read, foreign_name, index, names))
+            place = (foreign_name, index, names)
+            parameters[name] = LazyArray(shape, partial(read, *place), partial(map_file, *place))
     tied = {*library.names.values()} - expected.keys()
     arrays: dict[str, Any] = {
         name: np.zeros(shape, np.float32)
         for name, shape in expected.items()
         if re.search(optional, name)
     } | {name: x for name, x in tensors.items() if name not in tied}
+    _check_shapes(arrays, expected, location)
+    return parameters
+
+
+def _check_shapes(
+    arrays: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], location: str
+) -> None:
     for name in sorted(expected.keys() | arrays.keys()):
         actual = f"shape {arrays[name].shape}" if name in arrays else "no tensor"
         expected_shape = f"shape {expected[name]}" if name in expected else "no tensor"
@@ -118,7 +134,18 @@ def from_library(
                 f"{location} have {actual} for {name}; expected {expected_shape}. Use weights and "
                 "settings of the same model."
             )
-    return parameters
+
+
+def check_finite(x: np.ndarray, location: str, name: str) -> None:
+    """Raise ``UserError``, which begins with ``location``, for NaN and infinity in an array."""
+    with np.errstate(invalid="ignore"):  # inf - inf
+        total = x.sum(dtype=np.float64)  # needs no memory, unlike isfinite(x)
+    if not np.isfinite(total):
+        count = np.count_nonzero(~np.isfinite(x))
+        raise UserError(
+            f"{location} {count:,} NaN or infinite values in {name}; expected finite numbers. "
+            "Download or train the weights again."
+        )
 
 
 def _check_layers(
@@ -126,10 +153,11 @@ def _check_layers(
 ) -> None:
     """Check that the last layers exist, before a model of hundreds of layers is built."""
     for side, count in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
-        prefix = library.layer.format(side=side, number=count - 1)
+        number = count - 1 + library.first_layer
+        prefix = library.layer.format(side=side, number=number)
         if not any(name.startswith(prefix) for name in tensors):
             raise UserError(
-                f"{location} have no tensor for {prefix.rstrip('.')}; expected {count} layers in "
+                f"{location} have no tensor for {prefix.rstrip('._')}; expected {count} layers in "
                 f"the {side}. Use weights and settings of the same model."
             )
 
@@ -230,7 +258,7 @@ def _foreign_name(weight: str, library: WeightNames) -> tuple[str, str]:
     key = part if part in library.names else f"{side}.{part}"
     prefix = ""
     if match[2]:
-        prefix = library.layer.format(side=side, number=number)
-    scale, bias = library.norm if "norm" in weight else ("weight", "bias")
+        prefix = library.layer.format(side=side, number=int(number) + library.first_layer)
+    scale, bias = library.norm if "norm" in weight else library.linear
     name = bias if leaf.endswith("bias") else scale
     return key, prefix + library.names[key].format(name, side=side)

@@ -126,6 +126,9 @@ class ModelConfig(Section, prefix="model."):
     train_decoder_start: Fixed[bool] = True
     """Train the embedding of the decoder's first input by its lookup. False in Marian and Pegasus,
     where transformers trains it only as a part of the softmax."""
+    zero_decoder_start: Fixed[bool] = False
+    """The decoder's first input is a zero vector instead of an embedding, as in Marian itself. Then
+    model.decoder_start_id is model.pad_id."""
     dtype: Changeable[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Dtype of matmuls and, on GPU and TPU, of activations between layers (mixed precision). auto:
     bfloat16 on GPU, TPU and CPUs with avx512_bf16, float32 on other CPUs. Parameters, softmax,
@@ -166,6 +169,11 @@ class ModelConfig(Section, prefix="model."):
             "decoder_start_id",
             self.decoder_start_id < self.vocab_size,
             f"an id below model.vocab_size, {self.vocab_size}",
+        )
+        yield (
+            "zero_decoder_start",
+            not self.zero_decoder_start or self.decoder_start_id == self.pad_id,
+            "False, because model.decoder_start_id is not model.pad_id",
         )
         layer = self.alignment_layer or 0
         layers = self.decoder_layers

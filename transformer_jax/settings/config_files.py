@@ -160,6 +160,11 @@ def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
     defaults = {field.name: field.default for field in dataclasses.fields(section)}
     arguments = {}
     for name, value in values.items():
+        if name == "architectures" and "EncoderModel" in str(value):
+            raise UserError(
+                f"It is an encoder alone, {short_repr(value)}; expected a model that also has a "
+                "decoder. TextEncoder.from_pretrained loads encoders."
+            )
         if name not in defaults:
             raise UserError(
                 f"Unknown config field {prefix}{name}; expected one of {', '.join(defaults)}. If "
