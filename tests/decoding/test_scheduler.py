@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import sys
+import threading
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
@@ -16,7 +18,13 @@ from random_models import make_model
 from transformer_jax.decoding.engine import Engine, EngineBatch
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.length_buckets import Bucket
-from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, run_until_idle
+from transformer_jax.decoding.scheduler import (
+    RunningBatch,
+    Scheduler,
+    SearchFailed,
+    TaskQueue,
+    run_until_idle,
+)
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.settings.config import DecodingConfig
 
@@ -267,6 +275,33 @@ def test_all_work_is_dispatched_before_the_host_reads_a_result():
     assert calls[0] == [*of_bucket, *of_bucket, "read", "read"]
     assert calls[1] == [[1, True], "release"] * 2 + ["read", "read"]
     assert all(future.done() for future in futures)
+
+
+def cancel_all(futures):
+    for future in futures:
+        future.cancel()
+
+
+def test_stopping_fails_all_sentences_although_some_end_meanwhile():
+    """Threads of other devices finish sentences, and clients cancel them, while one device stops
+    the search. An error there would leave the other sentences waiting forever.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(8):
+            queue = TaskQueue([Bucket((16,), 4)])
+            futures = [queue.submit(Sentence([5]), Bucket((16,), 4)) for _ in range(2000)]
+            canceling = threading.Thread(target=cancel_all, args=[futures])
+            canceling.start()
+            while queue.num_unfinished == len(futures):
+                pass
+            queue.stop(SearchFailed("out of memory"))
+            canceling.join()
+            assert all(future.done() for future in futures)
+            assert not queue.num_unfinished
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("lengths", [[20, 9, 9, 9, 20, 9, 9, 20], [9, 20, 20, 20, 9, 20, 20, 9]])

@@ -205,8 +205,9 @@ class TaskQueue:
         """Fail all unfinished and later sentences with ``failure``."""
         with self.changed:
             self.failure = self.failure or failure
-            for task in [task for tasks in self._unfinished.values() for task in tasks]:
-                task.fail(self.failure)
+            for tasks in self._unfinished.values():
+                for task in list(tasks):  # other threads remove tasks that end meanwhile
+                    task.fail(self.failure)
             self.changed.notify_all()
 
     def notify(self) -> None:
