@@ -110,3 +110,18 @@ def test_different_values_are_named_in_all_processes(in_processes: Any) -> None:
     found = in_processes(lambda i: distributed.check_agreement(values | {"seed": i // 2}))
     assert len(set(found)) == 1
     assert found[0].endswith("Process 2 differs:\n  seed is 1, but 0 in process 0")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [
+        ({"dev": "a"}, {}, "dev is None, but 'a' in process 0"),
+        ({}, {"dev": "a"}, "dev is 'a', but None in process 0"),
+    ],
+)
+def test_a_value_that_only_some_processes_have_is_a_difference(
+    in_processes: Any, first: dict[str, str], second: dict[str, str], difference: str
+) -> None:
+    messages = in_processes(lambda i: distributed.check_agreement(second if i else first))
+    assert len(set(messages)) == 1
+    assert messages[0].endswith(f"Process 1 differs:\n  {difference}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,16 @@ def test_the_last_step_of_a_decay_changes_only_with_a_flag(decay: str) -> None:
     longer = replace(old, training=replace(old.training, steps=200_000))
     [steps] = differences_on_resume(old, longer)
     assert steps == ("training.steps", 100_000, 200_000) and steps.changeable
+
+
+@pytest.mark.parametrize("decays", [("linear", "constant"), ("constant", "linear")])
+def test_steps_matter_if_the_old_or_the_new_schedule_ends_with_them(
+    decays: tuple[Any, Any],
+) -> None:
+    old, new = (Config(optimizer=OptimizerConfig(decay=decay)) for decay in decays)
+    longer = replace(new, training=replace(new.training, steps=200_000))
+    names = [difference.name for difference in differences_on_resume(old, longer)]
+    assert names == ["optimizer.decay", "training.steps"]
 
 
 def test_fine_tuning_may_change_languages_but_not_the_architecture() -> None:

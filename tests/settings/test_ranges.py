@@ -32,6 +32,7 @@ LAST = 2**31 - 1
         (TrainingConfig, "average", ["auto", 1, 5], ["all", 0, 6]),  # 5 are kept
         (ModelConfig, "norm_epsilon", [1e-38, 1], [0.0, -1.0, float("inf")]),
         (DecodingConfig, "patience", [None, 1e-9, 1, 1e38], [0.0, -1.0, float("nan"), "none"]),
+        (DecodingConfig, "temperature", [1e-9, 1, 1e38], [0.0, True, "1"]),
         (DecodingConfig, "top_p", [1e-9, 1.0], [0.0, 1.0001]),
         (DecodingConfig, "max_extra_length", [1, 2**16], [0, 2**16 + 1]),
         (DecodingConfig, "max_length", [None, 1, 2**16], [0, 2**16 + 1]),

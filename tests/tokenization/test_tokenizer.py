@@ -422,6 +422,13 @@ def _imported(models, *vocabularies, **fields):
     return Tokenizer(SubwordModel(models[0], made[0]), SubwordModel(models[1], made[-1]), **fields)
 
 
+def test_the_first_of_equal_tokens_counts():
+    """An id without a token has a name, which another token can have, too."""
+    vocabulary = Vocabulary(("<pad>", "one", "</s>", "<unk>", "one", "", "<unused_5>"), 0, 2, 3)
+    assert vocabulary.ids(["one", "<unused_5>", "two"]) == [1, 5, 3]
+    assert vocabulary.names([4, 5, 6]) == ["one", "<unused_5>", "<unused_5>"]
+
+
 def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
     """Lines can start with old and new tags. An existing tag keeps its id."""
     plain = train()

@@ -41,10 +41,11 @@ def choose(tmp_path, tokenizer, model, caplog):
 
     def chosen(name: str = "auto", **changes: Any) -> tuple[Any, str]:
         caplog.clear()
-        arguments = {"model": model, "config": CONFIG, "jax_only": ""} | changes
+        arguments = {"model": model, "tokenizer": tokenizer, "config": CONFIG, "jax_only": ""}
+        arguments |= changes
         with caplog.at_level(logging.INFO):
             found = choose_engine(
-                *(name, tmp_path, arguments["model"], tokenizer, arguments["config"]),
+                *(name, tmp_path, arguments["model"], arguments["tokenizer"], arguments["config"]),
                 jax_only=arguments["jax_only"],
             )
         return found, caplog.text
@@ -97,6 +98,10 @@ def test_an_export_is_replaced_if_it_is_stale_or_corrupt(
     repaired, messages = choose()
     assert "there is no export yet" in messages
     assert translations(repaired, model, tokenizer) == translations(first, model, tokenizer)
+    respelled = train_tokenizer([line.replace("one", "uno") for line in LINES])
+    assert respelled.target.vocab_size == tokenizer.target.vocab_size
+    assert "has changed" in choose(tokenizer=respelled)[1]
+    assert "has changed" in choose()[1]
     longer = dataclasses.replace(CONFIG, max_source_length=3000)  # needs more positions
     assert "has changed" in choose(config=longer)[1]
     versions = {"transformer-jax": "0.1", "ctranslate2": "4.0"}

@@ -90,6 +90,7 @@ def translated(text: str, format: str = "html", **settings) -> str:
         ("one &lt;two&gt; &amp; &eacute;", "É &amp; &lt;TWO&gt; ONE"),
         ("one <!-- <b> two --> three", "THREE ONE <!-- <b> two -->"),
         ("<script>if (a < b) one();</script>one two", "<script>if (a < b) one();</script>TWO ONE"),
+        ("<SCRIPT>one</Script >one two</SCRIPT>", "<SCRIPT>one</Script >TWO ONE</SCRIPT>"),
         # A tag without its partner, or with a block inside, divides the text.
         ("one <b>two", "ONE <b>TWO"),
         ("<b>one <i>two</b> three</i> four", "<b>ONE <i>TWO</b> THREE</i> FOUR"),

@@ -28,6 +28,7 @@ from transformer_jax.tokenization.special_ids import EOS_ID, PAD_ID
 from transformer_jax.translation import loading
 from transformer_jax.translation.plan import Part
 from transformer_jax.translation.requests import Request
+from transformer_jax.translation.scoring import Scorer
 from transformer_jax.translation.segments import Segment
 from transformer_jax.translation.sentences import space_after
 from transformer_jax.translation.translator import Translator
@@ -247,6 +248,16 @@ def test_parameters_can_be_assigned_as_state_or_dict(tokenizer, translator, mode
         other.parameters = parameters
         assert other.translate(LINES[:3]) == translator.translate(LINES[:3])
         other.parameters = {}  # frees the memory
+
+
+def test_the_scorer_has_the_new_parameters(tokenizer, model):
+    """A scorer of the old ones would align tags to other words."""
+    other = make_model(tokenizer, seed=9)
+    translator = Translator(model, tokenizer, CONFIG)
+    pairs = [("one two", "ONE TWO")]
+    before = translator.scorer.score(pairs)
+    translator.parameters = nnx.state(other, nnx.Param)
+    assert translator.scorer.score(pairs) == Scorer(other, tokenizer, CONFIG).score(pairs) != before
 
 
 def test_nan_logits_give_an_empty_line(model, tokenizer, caplog):
