@@ -161,6 +161,17 @@ def test_a_tag_is_the_language_of_the_target(tagged) -> None:
     assert _all_pairs(str(tagged)) == [("en", "de"), ("de", "en")]
 
 
+def test_the_default_language_of_a_tagged_source_divides_it_into_sentences(tagged) -> None:
+    text = "Am 3. Mai kam Hr. Maier. Ja."
+    for source_language, count in (("", 3), ("en", 3), ("de", 2)):
+        translator = Translator.from_workdir(
+            tagged, source_language=source_language, target_language="en"
+        )
+        plan = translator.plan(Request(text), split_sentences=True)
+        assert len(plan.parts) == count
+        assert plan.sentences[0].tokens[0] == translator.tokenizer.source.ids(["<2en>"])[0]
+
+
 def test_scores_and_attention_are_those_of_the_search(folder, translator) -> None:
     model, tokenizer, config = _load_search(folder)
     ours, scorer = Translator(model, tokenizer, config), Scorer(model, tokenizer, config)

@@ -38,10 +38,17 @@ from transformer_jax.settings.config import (
     ConstraintSettings,
     DecodingConfig,
     ModelConfig,
+    RankingSettings,
     SamplingSettings,
 )
 
 logger = logging.getLogger(__name__)
+
+# Search methods by their names in ``decoding.method``, with their settings.
+_METHODS: dict[str, tuple[type[SearchMethod], type[RankingSettings]]] = {
+    "beam": (BeamSearch, BeamSettings),
+    "sample": (Sampling, SamplingSettings),
+}
 
 
 class Engine:
@@ -394,6 +401,5 @@ def _search_method(
         "constraints": Constraints(suppress=suppress, **constraint_settings),
         "unscored_prefix_length": unscored_prefix_length,
     }
-    if config.method == "beam":
-        return BeamSearch(**common_settings, **vars(config.part(BeamSettings)))
-    return Sampling(**common_settings, **vars(config.part(SamplingSettings)))
+    method, settings = _METHODS[config.method]
+    return method(**common_settings, **vars(config.part(settings)))
