@@ -186,7 +186,7 @@ def _search(config: Config, device: Any) -> Answer:
     rows = jax.eval_shape(lambda: engine.new_rows(bucket))
     caches = {x.shape for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4}
     copies = copied(every, in_loops(every), caches)
-    return figures | {"rows": bucket.rows, "copied_caches": len(copies)}
+    return figures | {"rows": bucket.num_rows, "copied_caches": len(copies)}
 
 
 def lowered_search(engine: Engine, sharding: Any = None) -> jax.stages.Lowered:

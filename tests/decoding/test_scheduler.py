@@ -236,7 +236,7 @@ class RecordingBatch(RunningBatch):
 
     def __init__(self, bucket, calls):
         self.bucket = bucket
-        self.num_rows = bucket.rows
+        self.num_rows = bucket.num_rows
         self.calls = calls
         self.decoded = []
 

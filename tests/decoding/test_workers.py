@@ -12,7 +12,7 @@ from transformer_jax import Bucket, Hypothesis, SearchFailed, Sentence, UserErro
 from transformer_jax.decoding.scheduler import RunningBatch, Task
 from transformer_jax.decoding.workers import Workers
 
-BUCKET = Bucket((16,), rows=4)
+BUCKET = Bucket((16,), num_rows=4)
 SENTENCES = [Sentence([number]) for number in range(40)]
 
 
@@ -21,7 +21,7 @@ class EchoBatch(RunningBatch):
 
     def __init__(self, before: Callable[[Sequence[Task]], object]):
         self.bucket = BUCKET
-        self.num_rows = BUCKET.rows
+        self.num_rows = BUCKET.num_rows
         self.before = before
         self.num_compiled = 0
         self.compiles = threading.Event()

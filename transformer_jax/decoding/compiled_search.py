@@ -81,13 +81,13 @@ class ModelSearch(NamedTuple):
         max_length = padded.start_arguments["prefix_BP"].shape[1]
         encode = partial(self.encode, bucket=bucket, max_length=max_length)
         zeros = jax.tree.map(
-            lambda x: jnp.zeros((bucket.rows, *x.shape[1:]), x.dtype),
+            lambda x: jnp.zeros((bucket.num_rows, *x.shape[1:]), x.dtype),
             jax.eval_shape(encode, weights, padded),
         )
         size = sum(x.nbytes for x in jax.tree.leaves(zeros.cache)) / 1e9
         logger.info(
             "Compiling the search for %d sentences of up to %d tokens (KV cache: %.1f GB).",
-            bucket.rows,
+            bucket.num_rows,
             bucket.lengths[-1],
             size,
         )

@@ -180,13 +180,13 @@ class Engine:
     def encode(self, bucket: Bucket, sentences: Sequence[Sentence]) -> Rows:
         """Encode up to ``bucket.encode_batch_size`` sentences of one padded length."""
         # The number of rows makes no difference, so all share the compiled encoders.
-        bucket = bucket._replace(rows=bucket.encode_batch_size)
+        bucket = bucket._replace(num_rows=bucket.encode_batch_size)
         padded = pad_batch(bucket, sentences, self._max_target_length, self.method)
         return self._compiled.encode(self._weights, padded, bucket=bucket)
 
     def new_rows(self, bucket: Bucket) -> Rows:
         """Create idle batch rows on the device."""
-        padded = pad_batch(bucket._replace(rows=1), [], self._max_target_length, self.method)
+        padded = pad_batch(bucket._replace(num_rows=1), [], self._max_target_length, self.method)
         return self._compiled.idle_rows(self._weights, padded, bucket=bucket)
 
     def admit_and_decode(
@@ -210,12 +210,12 @@ class EngineBatch(RunningBatch):
         """
         self.bucket = bucket
         self._engine = engine
-        row_counts = {bucket.rows}
+        row_counts = {bucket.num_rows}
         if is_resizable:
             # On a CPU a step's time is proportional to the number of rows; elsewhere it hardly
             # grows.
             factor = 2 if jax.default_backend() == "cpu" else 8
-            row_counts |= {max(engine.min_rows, bucket.rows // factor**i) for i in range(8)}
+            row_counts |= {max(engine.min_rows, bucket.num_rows // factor**i) for i in range(8)}
         self._row_counts = sorted(row_counts)
         self._compiled_counts: list[int] = []
         self.num_rows = self._row_counts[0]
@@ -238,7 +238,7 @@ class EngineBatch(RunningBatch):
 
     @property
     def _resized_bucket(self) -> Bucket:
-        return self.bucket._replace(rows=self.num_rows)
+        return self.bucket._replace(num_rows=self.num_rows)
 
     @property
     def is_ready(self) -> bool:
@@ -254,7 +254,7 @@ class EngineBatch(RunningBatch):
         if not remaining:
             return False
         count = remaining[0]
-        bucket = self.bucket._replace(rows=count)
+        bucket = self.bucket._replace(num_rows=count)
         rows = engine.new_rows(bucket)
         self._empty_encoded[bucket] = engine.encode(bucket, [])
         for length in bucket.lengths:
@@ -364,7 +364,7 @@ def search_together(
     longest_first = sorted(range(len(sentences)), key=keys.__getitem__)
     buckets = [bucket_of_sentence[index] for index in longest_first]
     if buckets:
-        engines = engines[: -(-len(sentences) // buckets[0].rows)]
+        engines = engines[: -(-len(sentences) // buckets[0].num_rows)]
     schedulers = [
         Scheduler([engine.new_batch(bucket) for bucket in dict.fromkeys(buckets)])
         for engine in engines

@@ -20,7 +20,7 @@ class Bucket(NamedTuple):
     """Padded source lengths for the encoder, EOS included. The last length is the capacity of the
     caches.
     """
-    rows: int
+    num_rows: int
     """Number of sentences decoded at a time."""
     terms: tuple[int, ...] = ()
     """Shape of each sentence's ``terms``; (): none."""
@@ -32,7 +32,7 @@ class Bucket(NamedTuple):
         layout of the KV cache before and after each search.
         """
         divisor = {"tpu": 1, "cpu": 2}.get(jax.default_backend(), 4)
-        return max(1, self.rows // divisor)
+        return max(1, self.num_rows // divisor)
 
     def padded_source_length(self, sentence: Sentence) -> int:
         """Return a sentence's padded source length, which depends only on its own length."""
@@ -72,10 +72,12 @@ def pad_batch(
     max_target_length: Callable[[int], int],
     method: SearchMethod,
 ) -> PaddedBatch:
-    """Pad sentences to the same length, and their number to ``bucket.rows``. ``max_target_length``
-    maps a source length to the maximum target length. ``method`` has the ids of PAD and EOS.
+    """Pad sentences to the same length, and their number to ``bucket.num_rows``.
+
+    ``max_target_length`` maps a source length to the maximum target length. ``method`` has the ids
+    of PAD and EOS.
     """
-    B = bucket.rows
+    B = bucket.num_rows
     S = max(map(bucket.padded_source_length, sentences), default=bucket.lengths[0])
     P = max_target_length(bucket.lengths[-1])
     source_BS = np.full((B, S), method.pad_id, np.int32)

@@ -327,7 +327,7 @@ class Scheduler:
         """
         count = batch.encode_batch_size
         is_full = self.queue.largest_batch(batch.bucket) >= count
-        if is_only_busy and is_full and batch.num_rows == batch.bucket.rows:
+        if is_only_busy and is_full and batch.num_rows == batch.bucket.num_rows:
             return count
         return min(count, num_idle)
 

@@ -118,7 +118,7 @@ class Workers:
     @property
     def num_rows(self) -> int:
         """Maximum number of sentences in progress, across all devices and buckets."""
-        return len(self.schedulers) * sum(bucket.rows for bucket in self._buckets)
+        return len(self.schedulers) * sum(bucket.num_rows for bucket in self._buckets)
 
     def _run(self, scheduler: Scheduler) -> None:
         """Run one device's thread until ``stop``."""

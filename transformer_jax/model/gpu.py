@@ -60,7 +60,7 @@ def compiler_params(num_warps: int) -> Any:
     return triton.CompilerParams(num_warps=num_warps, num_stages=1)
 
 
-def divides_evenly(rows: int, heads: int = 0) -> bool:
+def divides_evenly(num_rows: int, heads: int = 0) -> bool:
     """Return True if rows and heads divide evenly over the devices of a training step.
 
     Returns False if the sharding is unknown, because XLA would then all-gather a kernel's inputs.
@@ -71,7 +71,7 @@ def divides_evenly(rows: int, heads: int = 0) -> bool:
         return jax.device_count() == 1
     if not {"data", "fsdp", "tensor"} <= mesh.shape.keys():  # a mesh of another program
         return False
-    return rows % row_shards(mesh) == 0 == heads % mesh.shape["tensor"]
+    return num_rows % row_shards(mesh) == 0 == heads % mesh.shape["tensor"]
 
 
 def single_device_mesh() -> AbstractContextManager[Any]:

@@ -159,10 +159,12 @@ def _multiply(a_MK: Array, b: Array, b_axis: int, result: DTypeLike) -> Array:
 
     If ``b`` is output-major (``b_axis`` is 1), a row's bits do not depend on the number of rows.
     """
-    rows = a_MK.shape[0]
-    has_few_rows = isinstance(rows, int) and rows <= _FEW_ROWS  # else: a symbol of jax.export
+    num_rows = a_MK.shape[0]
+    has_few_rows = (
+        isinstance(num_rows, int) and num_rows <= _FEW_ROWS
+    )  # else: a symbol of jax.export
     swaps_operands = b_axis == 1 and (_SWAPS_BFLOAT16_OPERANDS or a_MK.dtype == jnp.int8)
-    if rows == 1:  # XLA has no fast kernels for vectors, and others would round differently
+    if num_rows == 1:  # XLA has no fast kernels for vectors, and others would round differently
         a_MK = jnp.pad(a_MK, ((0, 1), (0, 0)))
     if swaps_operands and has_few_rows:
         out_NM = jax.lax.dot_general(b, a_MK, (((1,), (1,)), ((), ())), None, result)
@@ -170,7 +172,7 @@ def _multiply(a_MK: Array, b: Array, b_axis: int, result: DTypeLike) -> Array:
         out_MN = with_layout_constraint(jax.lax.optimization_barrier(out_NM).T, Layout((0, 1)))
     else:
         out_MN = jax.lax.dot_general(a_MK, b, (((1,), (b_axis,)), ((), ())), None, result)
-    return out_MN[:rows]
+    return out_MN[:num_rows]
 
 
 def _as_matrices(equation: str, a: Array, b: Array) -> tuple[Array, Array, int, list[int]]:

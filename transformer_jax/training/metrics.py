@@ -130,5 +130,5 @@ def training_flops(config: Config, B: int, S: int, T: int) -> float:
     F = (3 if model.is_gated else 2) * D * model.d_ff
     encoder = model.num_layers * S * (h * (2 * D + S) + F)
     decoder = model.decoder_layers * (S * D * h + T * (h * (3 * D + S + T) + F))
-    rows = B * 2 if two_passes(config.training) else B
-    return 6 * rows * (encoder + decoder + T * D * model.vocab_size)
+    num_rows = B * 2 if two_passes(config.training) else B
+    return 6 * num_rows * (encoder + decoder + T * D * model.vocab_size)

@@ -74,8 +74,8 @@ class AsyncTranslator:
           UserError: see ``load_model``, ``Translator`` and ``choose_engine``.
         """
         folder = local_workdir(workdir)
-        rows = replace(load_config_file(folder).decoding, **settings).batch_size
-        devices = devices_for_rows(rows)  # before JAX is initialized
+        batch_size = replace(load_config_file(folder).decoding, **settings).batch_size
+        devices = devices_for_rows(batch_size)  # before JAX is initialized
         jax_only = "Glossary terms (--max-terms) work" if max_terms else ""
         translator = Translator.from_workdir(
             folder, devices=devices, engine=engine, jax_only=jax_only, **settings

@@ -53,8 +53,8 @@ class CTranslate2Engine:
         self._length_penalty = decoding.length_penalty
         self._length_offset = decoding.length_offset
         self._max_source_length = length_limits(config)[0]
-        rows = max(1, decoding.batch_size // self.num_workers)
-        self._bucket = Bucket((self._max_source_length,), rows)
+        num_rows = max(1, decoding.batch_size // self.num_workers)
+        self._bucket = Bucket((self._max_source_length,), num_rows)
         try:
             self._model = ctranslate2.Translator(
                 str(folder),
@@ -126,7 +126,7 @@ class CTranslate2Batch(RunningBatch):
 
     def __init__(self, engine: CTranslate2Engine, bucket: Bucket):
         self.bucket = bucket
-        self.num_rows = bucket.rows
+        self.num_rows = bucket.num_rows
         self._engine = engine
         # Sentences in progress, with CTranslate2's handles of their results.
         self._unread: list[tuple[Task, Any]] = []
@@ -152,7 +152,7 @@ class CTranslate2Batch(RunningBatch):
 
     def resize(self, count: int) -> None:
         """Take at most this worker's share of the sentences, so that no worker is idle."""
-        self.num_rows = min(max(1, count), self.bucket.rows)
+        self.num_rows = min(max(1, count), self.bucket.num_rows)
 
     def decode(self, admitted: Sequence[Task], *, max_steps: int, stop_after: int) -> None:
         """Start to translate sentences, to their ends."""

@@ -161,11 +161,11 @@ class Scorer:
         """Return the natural log-probabilities of each target's tokens, then of EOS, in float32.
         They are NaN for a pair that is too long. ``pairs`` do not include EOS.
         """
-        rows = self._in_batches(self._log_probs_BT, pairs)
+        log_probs = self._in_batches(self._log_probs_BT, pairs)
         lengths = [len(target) + 1 for _, target in pairs]
         return [
-            np.full(length, np.nan, np.float32) if row is None else row[:length]
-            for row, length in zip(rows, lengths)
+            np.full(length, np.nan, np.float32) if log_probs_T is None else log_probs_T[:length]
+            for log_probs_T, length in zip(log_probs, lengths)
         ]
 
     def align_tokens(
@@ -185,10 +185,10 @@ class Scorer:
                 f"The alignment layer is {layer}; expected {-self._layers} to {self._layers - 1}, "
                 "one of the decoder's layers."
             )
-        rows = self._in_batches(partial(self._weights_BTS, layer=layer), pairs)
+        weights = self._in_batches(partial(self._weights_BTS, layer=layer), pairs)
         return [
-            None if weights is None else weights[: len(target) + 1, : len(source) + 1]
-            for weights, (source, target) in zip(rows, pairs)
+            None if weights_TS is None else weights_TS[: len(target) + 1, : len(source) + 1]
+            for weights_TS, (source, target) in zip(weights, pairs)
         ]
 
     def _in_batches(
@@ -212,10 +212,11 @@ class Scorer:
         # Dispatch the longest pairs first, and all batches before waiting for the first result.
         longest_first = sorted(padded, key=padded.__getitem__, reverse=True)
         for length, indices in groupby(longest_first, key=padded.__getitem__):
-            rows = self.config.batch_size * _FULL_BATCH_LENGTH // max(length, _FULL_BATCH_LENGTH)
-            rows = max(1, rows // len(self._parameters))
-            for batch in batched(indices, rows):
-                sides_2BL = np.full((2, rows, length), self._config.pad_id, np.int32)
+            full_length = max(length, _FULL_BATCH_LENGTH)
+            num_pairs = self.config.batch_size * _FULL_BATCH_LENGTH // full_length
+            batch_size = max(1, num_pairs // len(self._parameters))
+            for batch in batched(indices, batch_size):
+                sides_2BL = np.full((2, batch_size, length), self._config.pad_id, np.int32)
                 for row, i in enumerate(batch):
                     source, target = pairs[i]
                     eos_id = self._config.eos_id

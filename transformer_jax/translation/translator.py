@@ -98,10 +98,10 @@ class Translator:
         self, model: Transformer | Ensemble, suppress: tuple[int, ...]
     ) -> list[Engine]:
         """Make one engine for each device."""
-        rows = -(-self.config.batch_size // max(1, len(self._devices)))
+        batch_size = -(-self.config.batch_size // max(1, len(self._devices)))
         engine = Engine(
             model,
-            dataclasses.replace(self.config, batch_size=rows),
+            dataclasses.replace(self.config, batch_size=batch_size),
             suppress=suppress,
             unscored_prefix_length=self.tokenizer.unscored_prefix_length,
             device=self._devices[0] if self._devices else None,
