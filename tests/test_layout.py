@@ -135,6 +135,8 @@ TRUNK = [
     "training.objective",
     "training.optimizer",
     "training.step",
+    "training.texts",
+    "training.start_model",
     "training.prepare",
     "training.compiling",
     "training.watchdog",

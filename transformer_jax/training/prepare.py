@@ -12,19 +12,16 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus, build_corpus
 from transformer_jax.data.loader import to_global_arrays
 from transformer_jax.data.mixing import Mix
-from transformer_jax.data.sources import ParallelText, TextPair, first_pairs, read_pairs
+from transformer_jax.data.sources import ParallelText
 from transformer_jax.devices.distributed import (
     broadcast_from_first,
     check_agreement,
@@ -32,38 +29,28 @@ from transformer_jax.devices.distributed import (
     lost_contact,
     raise_on_any_process,
 )
-from transformer_jax.devices.sharding import check_rows, make_mesh, map_named
-from transformer_jax.errors import UserError, short_repr
+from transformer_jax.devices.sharding import check_rows, make_mesh
+from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu_metric
 from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.model.transformer import abstract_model
-from transformer_jax.pretrained.loading import load_saved_model
 from transformer_jax.runs.checkpoints import Checkpoints
 from transformer_jax.runs.manifest import Manifest
-from transformer_jax.runs.model_folder import SavedModel
 from transformer_jax.runs.progress import Progress
 from transformer_jax.runs.remote_workdir import open_workdir
 from transformer_jax.runs.workdir import Workdir
 from transformer_jax.settings.changes import (
-    differences_in_fine_tuning,
-    fields_that_differ,
     settings_of_all_processes,
 )
-from transformer_jax.settings.config import Config, DataConfig, PairsConfig
-from transformer_jax.tokenization.languages import format_languages
+from transformer_jax.settings.config import Config
 from transformer_jax.tokenization.subword_sampling import subword_sampling
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.training.optimizer import VOCABULARY_MATRIX, check_frozen
-from transformer_jax.training.step import (
-    Parameters,
-    StepFunctions,
-    TrainState,
-    make_step_functions,
-)
+from transformer_jax.training.optimizer import check_frozen
+from transformer_jax.training.start_model import StartModel
+from transformer_jax.training.step import StepFunctions, TrainState, make_step_functions
+from transformer_jax.training.texts import Pairs, open_texts
 
 logger = logging.getLogger(__name__)
-
-Pairs = list[TextPair]
 
 # With less, Orbax, JAX and SentencePiece fail with unclear errors, or abort.
 _RESOURCE_LIMITS = (
@@ -120,18 +107,10 @@ def prepare(
     """
     with raise_on_any_process():
         _check_limits()
-        if config.training.freeze:
-            check_frozen(
-                config.training.freeze,
-                abstract_model(config.model).parameters,
-                new_rows=bool(config.tokenizer.new_languages),
-            )
         mesh = make_mesh(config.mesh, devices)
-        check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
-        config.check(config.training_rules())
+        _check_settings(config, mesh)
         config = config.with_layout(mesh.devices.flat[0].platform)
-        bleu_metric(config.training.bleu_tokenize)  # fails early
-        texts, pairs = check_inputs(config.data, config.training.bleu_sentences)
+        texts, pairs = open_texts(config.data, config.training.bleu_sentences)
         workdir = open_workdir(path)
     check_agreement(
         settings_of_all_processes(config)
@@ -148,7 +127,7 @@ def prepare(
         with raise_on_any_process():
             workdir.join(claim_id, newest)
             if newest is None and config.training.start_from:
-                start_model = _load_start_model(config)
+                start_model = StartModel(config)
         fingerprints = broadcast_from_first(
             lambda: build_files(workdir, config, texts, start_model)
         )
@@ -171,11 +150,23 @@ def _check_limits() -> None:
             )
 
 
+def _check_settings(config: Config, mesh: Mesh) -> None:
+    """Raise ``UserError`` for settings that would stop training later."""
+    training = config.training
+    config.check(config.training_rules())
+    check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
+    bleu_metric(training.bleu_tokenize)
+    if training.freeze:
+        parameters = abstract_model(config.model).parameters
+        new_rows = bool(config.tokenizer.new_languages)
+        check_frozen(training.freeze, parameters, new_rows=new_rows)
+
+
 def build_files(
     workdir: Workdir,
     config: Config,
     texts: dict[str, ParallelText],
-    start_model: SavedModel | None,
+    start_model: StartModel | None,
 ) -> dict[str, str]:
     """Build the tokenizer and the train and dev corpora, in process 0.
 
@@ -207,24 +198,15 @@ def build_files(
     return fingerprints
 
 
-def _new_tokenizer(config: Config, text: ParallelText, start_model: SavedModel | None) -> Tokenizer:
+def _new_tokenizer(config: Config, text: ParallelText, start_model: StartModel | None) -> Tokenizer:
     settings = config.tokenizer
     if start_model:
-        tokenizer = start_model.tokenizer.with_symbols(settings.user_defined_symbols)
-        tokenizer = tokenizer.with_new_languages(_new_languages(config, start_model))
+        tokenizer = start_model.tokenizer()
     else:
         logger.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), settings)
         _check_decoder_start(config.model.decoder_start_id, tokenizer)
     return tokenizer.with_languages(settings.source_language, settings.target_language)
-
-
-def _new_languages(config: Config, start_model: SavedModel) -> list[str]:
-    """Return the languages that the model of ``training.start_from`` does not have. A recipe based
-    on its config has those that it added itself.
-    """
-    added_before = start_model.config.tokenizer.new_languages
-    return [entry for entry in config.tokenizer.new_languages if entry not in added_before]
 
 
 def _check_languages(tokenizer: Tokenizer, texts: dict[str, ParallelText]) -> None:
@@ -247,7 +229,7 @@ def open_run(
     mesh: Mesh,
     pairs: dict[str, Pairs],
     fingerprints: dict[str, str],
-    start_model: SavedModel | None,
+    start_model: StartModel | None,
 ) -> PreparedRun:
     """Open the tokenizer and corpora, and create or restore the state, in all processes."""
     with raise_on_any_process():
@@ -262,9 +244,7 @@ def open_run(
     check_agreement(
         {
             "tokenizer": workdir.tokenizer.fingerprint,
-            "training.start_from": start_model.manifest.content["checksum"]
-            if start_model
-            else None,
+            "training.start_from": start_model.checksum if start_model else None,
             "model.dtype": config.model.dtype,
         }
     )
@@ -274,10 +254,7 @@ def open_run(
         criterion = f"{config.training.select_by} on {fingerprints.get('dev', '')}"
         progress = Progress(fingerprints["train"], selected=criterion)
         if workdir.resume_from is None:
-            if start_model:
-                entries = _new_languages(config, start_model)
-                new_rows = workdir.tokenizer.new_rows(entries)
-            state = _initial_state(functions, start_model, new_rows)
+            state = _initial_state(functions, start_model, workdir.tokenizer)
         else:
             state, progress = _resume(workdir, workdir.resume_from, functions, progress)
         if is_first():  # last, so an error leaves the config unchanged
@@ -321,53 +298,6 @@ def _warn_without_effect(config: Config, *, has_word_alignments: bool) -> None:
             logger.warning("%s has no effect: %s.", name, reason)
 
 
-def check_inputs(
-    data: DataConfig, bleu_sentences: int
-) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
-    """Open the texts, and load the dev and test pairs that training will translate.
-
-    Also reads the first training pair. Missing or invalid input is reported here, before the hours
-    that preparing the training text can take.
-    """
-    if not data.train.is_given:
-        raise UserError(
-            "No training data is given; set data.train.source and data.train.target (text "
-            "files), choose another data.train.kind and set its source, or pass a --config."
-        )
-    names = ("train", "dev", "test") if is_first() else ("dev", "test")
-    texts = {}
-    for name in names:
-        pairs_config = getattr(data, name)
-        if pairs_config.is_given:
-            texts[name] = ParallelText(pairs_config, data.root)
-    for name, text in texts.items():
-        for item in text.config.items:
-            if not any(islice(read_pairs(item, data.root), 1)):
-                raise UserError(
-                    f"data.{name} has no pairs in {short_repr(item.source)}. Check the "
-                    f"files, or choose another data.{name}.kind."
-                )
-    pairs = {name: list(text.text_pairs()) for name, text in texts.items() if name != "train"}
-    if "dev" in pairs:
-        _check_dev_languages(data.train, {pair.languages for pair in pairs["dev"]})
-        pairs["dev"] = first_pairs(pairs["dev"], bleu_sentences)
-    return texts, pairs
-
-
-def _check_dev_languages(train: PairsConfig, dev_languages: set[tuple[str, str]]) -> None:
-    """Raise ``UserError`` if a pair of languages of the training set has no dev pairs."""
-    if not (train.source_languages or train.target_languages):
-        return
-    for languages in train.language_pairs:
-        if languages not in dev_languages:
-            raise UserError(
-                f"data.dev has no pairs with the languages {format_languages(languages)}, but "
-                "data.train has; expected dev pairs for all of them, for loss and BLEU of each. "
-                "Add some to data.dev and data.dev.source_languages and target_languages, such as "
-                "lines taken out of the training set."
-            )
-
-
 def _resume(
     workdir: Workdir, checkpoint: Manifest, functions: StepFunctions, new_progress: Progress
 ) -> tuple[TrainState, Progress]:
@@ -389,18 +319,13 @@ def _resume(
 
 
 def _initial_state(
-    functions: StepFunctions, start_model: SavedModel | None, new_rows: dict[int, list[int]]
+    functions: StepFunctions, start_model: StartModel | None, tokenizer: Tokenizer
 ) -> TrainState:
-    """Create the initial state from random parameters or another model's. Each of ``new_rows`` is
-    the mean of other rows.
-    """
+    """Create the initial state from random parameters or another model's."""
     if start_model is None:
         return functions.init()
-    abstract: Parameters = functions.abstract_state.parameters
-    parameters = jax.tree.map(_with_added_rows, start_model.parameters, abstract)
-    for number, start in new_rows.items():
-        parameters = map_named(partial(_with_row, number, start), parameters)
-    return functions.init(to_global_arrays(parameters, abstract))
+    abstract = functions.abstract_state.parameters
+    return functions.init(to_global_arrays(start_model.parameters(abstract, tokenizer), abstract))
 
 
 def _check_decoder_start(start_id: int, tokenizer: Tokenizer) -> None:
@@ -414,32 +339,3 @@ def _check_decoder_start(start_id: int, tokenizer: Tokenizer) -> None:
             f"model.decoder_start_id is {start_id}; expected BOS, EOS or PAD of the tokenizer, one "
             f"of {sorted(map(str, special))}."
         )
-
-
-def _load_start_model(config: Config) -> SavedModel:
-    """Load the model of ``training.start_from``.
-
-    Raises ``UserError`` if its model or tokenizer settings differ from ``config``.
-    """
-    name = config.training.start_from
-    logger.info("Starting from the parameters of %s.", name)
-    start_model = load_saved_model(name)
-    if differences := differences_in_fine_tuning(start_model.config, config):
-        raise UserError(
-            f"training.start_from is {name!r}, but its model or tokenizer settings differ from "
-            f"this run's. Use --config {name}. {fields_that_differ(differences)}"
-        )
-    return start_model
-
-
-def _with_added_rows(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Append a row with the mean of all rows for each token added to the vocabulary."""
-    missing = np.subtract(abstract.shape, values_VD.shape)
-    return np.pad(values_VD, [(0, count) for count in missing], mode="mean")
-
-
-def _with_row(number: int, start: Sequence[int], name: str, values: np.ndarray) -> np.ndarray:
-    """Set one row of a vocabulary's matrix, or one softmax bias, to the mean of rows of others."""
-    if start and (VOCABULARY_MATRIX.search(name) or name == "softmax_bias"):
-        values[number] = values[list(start)].mean(0, dtype=np.float64)
-    return values
