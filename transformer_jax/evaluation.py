@@ -70,12 +70,12 @@ METRICS = {
 """Metrics by their names in ``training.select_by``."""
 
 
-def selection_score(select_by: str, figures: Mapping[str, Any]) -> float:
+def selection_score(select_by: str, metrics: Mapping[str, Any]) -> float:
     """Return what ``training.select_by`` maximizes: the metric, or its negative if less is better.
 
-    ``figures`` has the loss and the metrics of an evaluation on the dev set.
+    ``metrics`` has the loss and the metrics of an evaluation on the dev set.
     """
-    value = float(figures[f"dev_{select_by}"])
+    value = float(metrics[f"dev_{select_by}"])
     higher_is_better = select_by != "loss" and METRICS[select_by].higher_is_better
     return value if higher_is_better else -value
 

@@ -42,13 +42,13 @@ class Progress:
         return 0 < patience <= self.since_best
 
     def record_evaluation(
-        self, figures: dict[str, Any], score: Callable[[dict[str, Any]], float], *, step: int
+        self, metrics: dict[str, Any], score: Callable[[dict[str, Any]], float], *, step: int
     ) -> None:
         """Record an evaluation's metrics. The evaluation with the highest ``score`` is the best."""
         best_score = score(self.best) if self.best else -math.inf
-        if score(figures) > best_score:
+        if score(metrics) > best_score:
             self.best_step = step
-            self.best = figures
+            self.best = metrics
             self.since_best = 0
         else:
             self.since_best += 1

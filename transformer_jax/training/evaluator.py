@@ -64,19 +64,19 @@ class Evaluator:
         Without ``training.bleu_sentences``, there is no ``dev_bleu``, and the translation is "".
         """
         assert self._dev is not None
-        figures: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
+        metrics: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
         if not (pairs := self._run.pairs["dev"]):
-            return figures, ""
+            return metrics, ""
         translations = self._translate(parameters, pairs)
         references = [pair.target for pair in pairs]
         tokenize = self._training_config.bleu_tokenize
         for name, metric in METRICS.items():
-            figures[f"dev_{name}"] = metric.score(translations, references, tokenize).value
+            metrics[f"dev_{name}"] = metric.score(translations, references, tokenize).value
         for languages, scores in by_languages(pairs, translations, tokenize).items():
-            figures[f"dev_bleu_{languages}"] = scores["bleu"]
-            figures[f"dev_chrf_{languages}"] = scores["chrf"]
+            metrics[f"dev_bleu_{languages}"] = scores["bleu"]
+            metrics[f"dev_chrf_{languages}"] = scores["chrf"]
         lines = zip(("source", "reference", "translation"), (*pairs[0][:2], translations[0]))
-        return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
+        return metrics, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
     def choose(self) -> tuple[list[int], Any]:
         """Choose the run's model (see ``averaging.choose_average``).
@@ -103,16 +103,16 @@ class Evaluator:
         references = [pair.target for pair in pairs]
         tokenize = self._training_config.bleu_tokenize
         scores = evaluate(translations, references, tokenize=tokenize)
-        figures: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "sentences": len(references),
             "exact_match": scores.exact_match,
         }
         for name, score in (("bleu", scores.bleu), ("chrf", scores.chrf)):
-            figures[name] = score.value
-            figures[f"{name}_signature"] = score.signature
+            metrics[name] = score.value
+            metrics[f"{name}_signature"] = score.signature
         if languages := by_languages(pairs, translations, tokenize):
-            figures["languages"] = languages
-        return figures, scores
+            metrics["languages"] = languages
+        return metrics, scores
 
     def _on_devices(self, parameters: Any) -> Parameters:
         return to_global_arrays(parameters, self._run.functions.abstract_state.parameters)

@@ -99,16 +99,16 @@ class Reporter:
         if not self._console.is_terminal:
             self.say(f"step {step}  {status}")
 
-    def dev(self, step: int, figures: dict[str, Any], example: str) -> None:
+    def dev(self, step: int, metrics: dict[str, Any], example: str) -> None:
         """Log an evaluation on the dev set. ``example`` is a sample translation."""
-        self.write("dev", step, figures)
+        self.write("dev", step, metrics)
         text = (
-            f"step {step}: dev loss {figures['dev_loss']:.4f}, "
-            f"perplexity {figures['dev_perplexity']:.3f}, accuracy {figures['dev_accuracy']:.2%}"
+            f"step {step}: dev loss {metrics['dev_loss']:.4f}, "
+            f"perplexity {metrics['dev_perplexity']:.3f}, accuracy {metrics['dev_accuracy']:.2%}"
         )
         if example:
-            text += f", BLEU {figures['dev_bleu']:.2f}"
-            for name, value in figures.items():
+            text += f", BLEU {metrics['dev_bleu']:.2f}"
+            for name, value in metrics.items():
                 if name.startswith("dev_bleu_"):
                     text += f", {name.removeprefix('dev_bleu_')} {value:.2f}"
             text += f"\n{example}"
