@@ -94,8 +94,8 @@ def write_summary(
             show("evaluating on the test set")
             summary["test"], scores = evaluator.test(parameters)
             reporter.say(f"test, {model}: {scores}")
-            for languages, figures in summary["test"].get("languages", {}).items():
-                reporter.say(f"{languages}: BLEU {figures['bleu']:.2f}, chrF {figures['chrf']:.2f}")
+            for languages, values in summary["test"].get("languages", {}).items():
+                reporter.say(f"{languages}: BLEU {values['bleu']:.2f}, chrF {values['chrf']:.2f}")
         end = f"done at step {step}"
         if stopped_early:
             end = (
