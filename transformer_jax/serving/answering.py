@@ -53,8 +53,20 @@ class PendingAnswer:
 
     async def full_response(self) -> bytes:
         """Wait for the complete response. Returns it as JSON."""
-        await asyncio.gather(*(task for text in self.texts for task in text.tasks))
+        tasks = [task for text in self.texts for task in text.tasks]
+        if len(tasks) == 1:
+            await tasks[0]
+        else:
+            await asyncio.gather(*tasks)
+        if self.query.is_short:
+            return self._response()
         return await asyncio.to_thread(self._response)
+
+    def cancel(self) -> None:
+        """Cancel all work. Whoever waits for a response gets an ``asyncio.CancelledError``."""
+        for text in self.texts:
+            for task in text.tasks:
+                task.cancel()
 
     async def stream_sentences(self) -> AsyncGenerator[tuple[str, bytes]]:
         """Yield the sentences of a single text in order, then the complete response: a kind,
@@ -68,8 +80,7 @@ class PendingAnswer:
                 yield "sentence", await asyncio.to_thread(self._event, text, index, joiner)
             yield "done", await asyncio.to_thread(self._response)
         finally:
-            for task in text.tasks:
-                task.cancel()
+            self.cancel()
 
     def _event(self, text: PlannedText, index: int, joiner: Joiner) -> bytes:
         """Return the event of a sentence. Takes time if it has attention weights."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
@@ -32,8 +32,6 @@ from transformer_jax.serving.schema import (
     request_body,
 )
 from transformer_jax.serving.service import FAILED, Service
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +97,7 @@ class App:
         async with asyncio.timeout(self.timeout):
             query = await read_query(request, self.service.max_characters)
             answering = await self.service.begin(query)
-            content = await _unless_disconnected(request, answering.full_response())
+            content = await _response_unless_disconnected(request, answering)
         if content is None:
             return Response(status_code=499)  # the client disconnected
         return Response(content, media_type="application/json")
@@ -178,18 +176,17 @@ async def _with_known_method(app: Any, scope: Scope, receive: Receive, send: Sen
     await app(scope, receive, send)
 
 
-async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the result of ``work``; cancel it and return None if the client disconnects first."""
+async def _response_unless_disconnected(request: Request, answering: PendingAnswer) -> bytes | None:
+    """Return the full response. If the client disconnects first, cancel the work; return None."""
 
-    async def gone() -> None:
+    async def cancel_when_disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        answering.cancel()
 
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(gone())
-    watching.add_done_callback(lambda _: working.cancel())
+    watching = asyncio.create_task(cancel_when_disconnected())
     try:
-        return await working
+        return await answering.full_response()
     except asyncio.CancelledError:
         if not watching.done():
             raise

@@ -8,6 +8,7 @@ health checks and scrapes use addresses, so they are always accepted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any
 
@@ -36,6 +37,7 @@ class HostCheck:
         await (self._app if is_local else self._checked)(scope, receive, send)
 
 
+@lru_cache(maxsize=64)
 def _is_local(host: str) -> bool:
     """Whether a Host header is localhost or an IP address, with or without a port."""
     name, _, port = host.rpartition(":")

@@ -20,6 +20,7 @@ class Metrics:
     def __init__(self, models: Sequence[AsyncTranslator], num_accepted: Callable[[], int]):
         self.registry = CollectorRegistry()
         self._models = models
+        self._counters = dict[Pair, tuple[Counter, Counter]]()  # their lookup by label takes time
         self._gauge("sentences_accepted", "Sentences in progress.", num_accepted)
         self._gauge("sentences_waiting", "Waiting sentences.", self._num_waiting)
         self._gauge("rows_busy", "Rows in use.", self._num_running)
@@ -29,8 +30,12 @@ class Metrics:
 
     def count(self, pair: Pair, translation: Translation) -> None:
         """Count the best translation of a sentence."""
-        self._num_sentences.labels(pair).inc()
-        self._num_tokens.labels(pair).inc(translation.length)
+        if pair not in self._counters:
+            counters = self._num_sentences.labels(pair), self._num_tokens.labels(pair)
+            self._counters[pair] = counters
+        num_sentences, num_tokens = self._counters[pair]
+        num_sentences.inc()
+        num_tokens.inc(translation.length)
 
     def _gauge(self, name: str, description: str, value: Callable[[], int]) -> None:
         gauge = Gauge(f"transformer_{name}", description, registry=self.registry)

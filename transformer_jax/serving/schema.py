@@ -12,6 +12,9 @@ from transformer_jax import Translation
 from transformer_jax.translation.documents.formats import FormatName
 from transformer_jax.translation.output_formats import OutputFields, output_values
 
+# Characters of a query that is planned and answered without another thread.
+_SHORT_QUERY = 500
+
 CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded"
 
 
@@ -70,6 +73,17 @@ class Query(BaseModel):
     def texts(self) -> list[str]:
         """``q`` as a list."""
         return [self.q] if isinstance(self.q, str) else self.q
+
+    @property
+    def is_short(self) -> bool:
+        """Whether all work on the query's text takes a few milliseconds, even in the worst case.
+        A thread would take more time than most of it.
+        """
+        return (
+            self.num_characters <= _SHORT_QUERY
+            and self.format == "text"
+            and not (self.attention or self.glossary)
+        )
 
     @property
     def num_characters(self) -> int:

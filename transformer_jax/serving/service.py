@@ -106,8 +106,10 @@ class Service:
             )
         check_limit(self.max_characters, query.num_characters, "characters")
         check_limit(self.max_queue, len(query.texts), "texts")
-        # In a thread: tokenizing takes a second if each character is a ligature of many letters.
-        plans = await asyncio.to_thread(self._plan, query, pair)
+        if query.is_short:
+            plans = self._plan(query, pair)
+        else:  # tokenizing takes a second if each character is a ligature of many letters
+            plans = await asyncio.to_thread(self._plan, query, pair)
         self._check_queue(sum(len(plan.sentences) for plan in plans))
         return PendingAnswer(query, pair, self._translate(plans, query, pair))
 

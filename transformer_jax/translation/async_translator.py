@@ -129,11 +129,11 @@ class AsyncTranslator:
                 finally:
                     future.cancel()
 
-        hypotheses = await asyncio.gather(*map(search_one, part.sentences))
-        if len(part.sentences) > 1:  # a long text takes time
+        if len(part.sentences) == 1:
+            translations = part.join([await search_one(part.sentences[0])])
+        else:  # a long text takes time
+            hypotheses = await asyncio.gather(*map(search_one, part.sentences))
             translations = await asyncio.to_thread(part.join, hypotheses)
-        else:
-            translations = part.join(hypotheses)
         if alignments:
             return await self._call_scorer(self._scorer.align_and_score, part, translations)
         # A document's part is aligned unless it is too long.

@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from transformer_jax.decoding.length_buckets import Bucket
+from transformer_jax.decoding.ranking import length_penalty
 from transformer_jax.decoding.scheduler import RunningBatch, Task
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.devices.machine import num_cores
@@ -18,6 +22,8 @@ from transformer_jax.errors import UserError, needs_extra, one_line
 from transformer_jax.pretrained.search_settings import length_limits, to_ctranslate2
 from transformer_jax.settings.config import Config, DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
+
+_MAX_LENGTH = 2**16
 
 
 def check_search(config: DecodingConfig) -> None:
@@ -51,7 +57,10 @@ class CTranslate2Engine:
         self.search_settings = to_ctranslate2(config, tokenizer)
         self._tokenizer = tokenizer
         self._length_penalty = decoding.length_penalty
-        self._length_offset = decoding.length_offset
+        lengths = jnp.arange(_MAX_LENGTH)
+        self._penalties = np.asarray(
+            length_penalty(lengths, decoding.length_penalty, decoding.length_offset)
+        )
         self._max_source_length = length_limits(config)[0]
         num_rows = max(1, decoding.batch_size // self.num_workers)
         self._bucket = Bucket((self._max_source_length,), num_rows)
@@ -113,12 +122,10 @@ class CTranslate2Engine:
 
     def _hypothesis(self, tokens: list[str], score: float) -> Hypothesis:
         """Convert a hypothesis. CTranslate2 divides log-probabilities by length^alpha."""
-        length = len(tokens) + 1
-        offset = self._length_offset
+        length = min(len(tokens) + 1, _MAX_LENGTH - 1)
         log_prob = score * length**self._length_penalty
-        penalty = ((offset + length) / (offset + 1)) ** self._length_penalty
         ids = self._tokenizer.target.ids(tokens)
-        return Hypothesis(ids, log_prob / penalty, log_prob, [])
+        return Hypothesis(ids, log_prob / float(self._penalties[length]), log_prob, [])
 
 
 class CTranslate2Batch(RunningBatch):
