@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 
 from transformer_jax.decoding import scheduler
-from transformer_jax.serving import query_reader, service
+from transformer_jax.serving import limits
 from transformer_jax.serving.__main__ import UVICORN
 from transformer_jax.serving.flags import Arguments
 from transformer_jax.serving.log_limit import LogLimit
@@ -91,13 +91,13 @@ def test_documented_limits_are_the_flags_defaults() -> None:
 # What the page says, and the figures in the code.
 FIGURES: dict[str, tuple[float, ...]] = {
     r"of up to (\d+) tokens, in requests of up to ([\d,]+)": (
-        service._MAX_ALIGNED_SENTENCE_TOKENS,
-        service._MAX_ALIGNED_REQUEST_TOKENS,
+        limits.MAX_ALIGNED_SENTENCE_TOKENS,
+        limits.MAX_ALIGNED_REQUEST_TOKENS,
     ),
-    r"except for sentences of more than (\d+) tokens": (service._MAX_ALIGNED_SENTENCE_TOKENS,),
+    r"except for sentences of more than (\d+) tokens": (limits.MAX_ALIGNED_SENTENCE_TOKENS,),
     r"\| (\d+) × `--max-characters` \+ ([\d,]+) bytes": (
-        query_reader._BYTES_PER_CHARACTER,
-        query_reader._OTHER_BYTES,
+        limits._BYTES_PER_CHARACTER,
+        limits._OTHER_BYTES,
     ),
     r"\| headers \| (\d+) KB": (UVICORN["h11_max_incomplete_event_size"] / 1024,),
     r"up to (eight) decoding\s+steps at a time \(up to (\d+) with one row\)": (

@@ -15,19 +15,30 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
-from servers import CONFIG, LINES, answering, free_port, running, write_served_run
+from servers import (
+    CONFIG,
+    LINES,
+    answering,
+    free_port,
+    make_model_to_serve,
+    running,
+    serving,
+    write_served_run,
+)
 
 from transformer_jax.errors import UserError
 from transformer_jax.serving import __main__ as program
 from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Arguments, Pair, checked_flags
 from transformer_jax.serving.hosts import allowed_hosts
+from transformer_jax.serving.service import Service
 from transformer_jax.translation.translator import Translator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,7 +165,7 @@ def test_flags_reach_the_server(workdir, monkeypatch) -> None:
     assert program.main(["--workdir", str(workdir), "--port", port, *flags]) == 0
     assert made["app"].service.engine == "ctranslate2"
     app, config = made["app"], made["server"].config
-    assert (app.service.max_queue, app.service.max_characters, app.timeout) == (7, 8, 9)
+    assert (*app.service.limits, app.timeout) == (7, 8, 9)
     assert config.timeout_graceful_shutdown == 14
     assert [model.config.beam_size for model in app.service.models.values()] == [2]
     assert app.allowed_hosts == ["localhost", "127.0.0.1"]  # and any IP address
@@ -246,6 +257,68 @@ def test_sigterm_under_load_finishes_accepted_requests(process, translator) -> N
     said = started.stderr.read().decode()
     assert "Traceback" not in said, said
     half.close()
+
+
+def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
+    """Clients of a proxy see no error while it switches from one server to the next."""
+    models = [{Pair("en", "de"): make_model_to_serve(translator, batch_size=2)} for _ in range(2)]
+    services = [Service(each, max_queue=100, max_characters=2000) for each in models]
+    upstream = [0]
+    proxy = socket.create_server(("127.0.0.1", 0))
+    faults, answered, stopping = [], [0] * 4, threading.Event()
+    body = json.dumps({"q": "one two three", "source": "en", "target": "de"})
+    expected = translator.translate(["one two three"])[0]
+
+    def forward(connection: socket.socket) -> None:
+        """Forward one request on a connection of its own, as nginx does by default."""
+        with connection, socket.create_connection(("127.0.0.1", upstream[0])) as server:
+            server.sendall(connection.recv(2**16))
+            while data := server.recv(2**16):
+                connection.sendall(data)
+
+    def accept() -> None:
+        while not stopping.is_set():
+            threading.Thread(target=forward, args=[proxy.accept()[0]]).start()
+
+    def client(number: int) -> None:
+        while not stopping.is_set():
+            connection = http.client.HTTPConnection(*proxy.getsockname(), timeout=60)
+            try:
+                headers = {"Content-Type": "application/json", "Connection": "close"}
+                connection.request("POST", "/translate", body, headers)
+                reply = connection.getresponse()
+                text = json.loads(reply.read()).get("translatedText")
+                if text != expected:
+                    faults.append((reply.status, text))
+            except (OSError, http.client.HTTPException) as error:
+                faults.append(repr(error))
+            connection.close()
+            answered[number] += 1
+
+    def wait_for(count: int) -> None:
+        end = sum(answered) + count
+        while sum(answered) < end and not faults:
+            time.sleep(0.01)
+
+    with ExitStack() as newer:
+        with serving(services[0], translator) as old:
+            upstream[0] = old.port
+            threads = [threading.Thread(target=accept, daemon=True)]
+            threads += [threading.Thread(target=client, args=[number]) for number in range(4)]
+            for thread in threads:
+                thread.start()
+            wait_for(20)
+            new = newer.enter_context(serving(services[1], translator))  # when it is ready
+            wait_for(20)
+            upstream[0] = new.port
+        wait_for(40)  # the old server has ended
+        stopping.set()
+        for thread in threads[1:]:
+            thread.join()
+    proxy.close()
+    for service in services:
+        service.close()
+    assert not faults and sum(answered) >= 80
 
 
 def test_sigterm_ends_the_program_while_it_loads(command) -> None:

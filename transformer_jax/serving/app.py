@@ -95,7 +95,7 @@ class App:
     async def translate(self, request: Request) -> Response:
         """Translate one or more texts. Extends LibreTranslate's API."""
         async with asyncio.timeout(self.timeout):
-            query = await read_query(request, self.service.max_characters)
+            query = await read_query(request, self.service.limits.max_body_bytes)
             answering = await self.service.begin(query)
             content = await _response_unless_disconnected(request, answering)
         if content is None:
@@ -108,7 +108,7 @@ class App:
         """
         end = asyncio.get_running_loop().time() + self.timeout
         async with asyncio.timeout_at(end):
-            query = await read_query(request, self.service.max_characters)
+            query = await read_query(request, self.service.limits.max_body_bytes)
             if not isinstance(query.q, str):
                 raise UserError(
                     "q is a list; expected a single string. Use /translate to translate a list."

@@ -1,8 +1,8 @@
 """Hosts that requests may name.
 
 A web page could make its own name resolve to this server, and then read its responses (DNS
-rebinding), so names are checked. An IP address cannot be made to resolve to another one, and
-health checks and scrapes use addresses, so they are always accepted.
+rebinding), so names are checked. An IP address cannot be made to resolve to another one, so
+addresses are always accepted. Health checks and scrapes can use any name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
+
+# Their responses contain no text, only counts.
+_PATHS_OF_PROBES = "/health", "/metrics"
 
 
 def allowed_hosts(flag: Sequence[str], host: str, address: str) -> Sequence[str]:
@@ -33,8 +36,12 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or reject it."""
-        is_local = scope["type"] == "http" and _is_local(Headers(scope=scope).get("host", ""))
-        await (self._app if is_local else self._checked)(scope, receive, send)
+        app = self._checked
+        if scope["type"] == "http":
+            is_probe = scope["path"] in _PATHS_OF_PROBES
+            if is_probe or _is_local(Headers(scope=scope).get("host", "")):
+                app = self._app
+        await app(scope, receive, send)
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,8 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from transformer_jax.serving.limits import HEADER_TIMEOUT
+
 logger = logging.getLogger(__name__)
 
 _PIECE = 4096
@@ -30,7 +32,7 @@ class Protocol(H11Protocol):
     """
 
     patience = 5.0
-    header_timeout = 30.0
+    header_timeout = HEADER_TIMEOUT
     probe_interval = 0.2
     _num_received = 0
     _half_closed = False

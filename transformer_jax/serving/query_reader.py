@@ -14,12 +14,9 @@ from transformer_jax.errors import short_repr
 from transformer_jax.serving.rejected import RequestRejected
 from transformer_jax.serving.schema import CONTENT_TYPES, Query
 
-_BYTES_PER_CHARACTER = 12  # at most: \ud83d\ude00 in JSON, %F0%9F%98%80 in a form
-_OTHER_BYTES = 10_000
 
-
-async def read_query(request: Request, max_characters: int) -> Query:
-    """Read the query of a request.
+async def read_query(request: Request, max_bytes: int) -> Query:
+    """Read the query of a request, whose body has at most ``max_bytes``.
 
     Raises:
       UserError: a field is invalid, or the text is not UTF-8.
@@ -27,7 +24,7 @@ async def read_query(request: Request, max_characters: int) -> Query:
         its body is too large, or its content type is unsupported.
     """
     _check_site(request.headers)
-    body = await _read_body(request, max_characters * _BYTES_PER_CHARACTER + _OTHER_BYTES)
+    body = await _read_body(request, max_bytes)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if body and kind not in CONTENT_TYPES:
         expected = " or ".join(CONTENT_TYPES)

@@ -24,13 +24,3 @@ class RequestRejected(HTTPException):
         super().__init__(status, message, _HEADERS.get(status))
         error = Error(error=message, limit=limit)
         self.content = error.model_dump_json(exclude_none=True).encode()
-
-
-def check_limit(limit: int, count: int, items: str) -> None:
-    """Raise ``RequestRejected`` if a request has more than ``limit`` of these items."""
-    if count > limit:
-        raise RequestRejected(
-            413,
-            f"The request has {count} {items}; expected at most {limit}. Split the request.",
-            limit=limit,
-        )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from transformer_jax import AsyncTranslator, Request, UserError
+from transformer_jax import AsyncTranslator, Request
 from transformer_jax.serving.answering import PendingAnswer, PlannedText, Task
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.languages import LanguagePairs
+from transformer_jax.serving.limits import (
+    MAX_ALIGNED_REQUEST_TOKENS,
+    MAX_ALIGNED_SENTENCE_TOKENS,
+    Limits,
+)
 from transformer_jax.serving.metrics import Metrics
-from transformer_jax.serving.rejected import RequestRejected, check_limit
+from transformer_jax.serving.rejected import RequestRejected
 from transformer_jax.serving.schema import Query, State
 from transformer_jax.translation.markup import PLACEHOLDERS
 from transformer_jax.translation.plan import Part, Plan
@@ -23,15 +29,13 @@ logger = logging.getLogger(__name__)
 
 FAILED = "The search has failed. Restart the server."
 _COMPILING = "The server is still compiling. Retry in a few seconds."
-# Source tokens of a sentence, whose attention weights grow quadratically, and of a request.
-_MAX_ALIGNED_SENTENCE_TOKENS = 256
-_MAX_ALIGNED_REQUEST_TOKENS = 4096
 
 
 class Service:
     """All served models and the request limits.
 
     Attributes:
+      limits: the limits of requests.
       num_accepted: number of accepted sentences that are not yet translated; a long sentence
         counts once per segment.
     """
@@ -46,8 +50,7 @@ class Service:
     ):
         self.models = dict(models)
         self.pairs = LanguagePairs(models)
-        self.max_queue = max_queue
-        self.max_characters = max_characters
+        self.limits = Limits(max_queue, max_characters)
         self.num_accepted = 0
         self._protect = (*PLACEHOLDERS, *protect)
         self._distinct_models = list(dict.fromkeys(models.values()))
@@ -64,6 +67,10 @@ class Service:
             logger.exception("Compilation failed.")
             self._status = "failed"
             return
+        # What exists now stays. Without it, a full garbage collection takes a few milliseconds
+        # instead of 0.2 s, during which all requests would wait.
+        gc.collect()
+        gc.freeze()
         self._status = "ok"
         logger.info("Ready after %.0f s of compilation.", time.perf_counter() - start)
 
@@ -98,19 +105,13 @@ class Service:
         if self.status != "ok":
             raise RequestRejected(503, FAILED if self.status == "failed" else _COMPILING)
         pair = self.pairs.find(query.source, query.target)
-        max_alternatives = self.models[pair].config.beam_size - 1
-        if query.alternatives > max_alternatives:
-            raise UserError(
-                f"alternatives is {query.alternatives}; expected at most {max_alternatives}, "
-                "one less than this server's beam size."
-            )
-        check_limit(self.max_characters, query.num_characters, "characters")
-        check_limit(self.max_queue, len(query.texts), "texts")
+        self.limits.check_query(query, self.models[pair].config.beam_size)
         if query.is_short:
             plans = self._plan(query, pair)
         else:  # tokenizing takes a second if each character is a ligature of many letters
             plans = await asyncio.to_thread(self._plan, query, pair)
-        self._check_queue(sum(len(plan.sentences) for plan in plans))
+        num_sentences = sum(len(plan.sentences) for plan in plans)
+        self.limits.check_queue(self.num_accepted, num_sentences)
         return PendingAnswer(query, pair, self._translate(plans, query, pair))
 
     def _plan(self, query: Query, pair: Pair) -> list[Plan]:
@@ -136,28 +137,17 @@ class Service:
             plans.append(plan)
         return plans
 
-    def _check_queue(self, num_sentences: int) -> None:
-        """Raise ``RequestRejected`` if a request has too many sentences, or the queue is full."""
-        check_limit(self.max_queue, num_sentences, "sentences")
-        if self.num_accepted + num_sentences > self.max_queue:
-            raise RequestRejected(
-                503,
-                f"{self.num_accepted} sentences are in progress and this request has "
-                f"{num_sentences}; expected at most {self.max_queue} in total. Retry later.",
-                limit=self.max_queue,
-            )
-
     def _translate(self, plans: Sequence[Plan], query: Query, pair: Pair) -> list[PlannedText]:
         """Start one task for each part."""
         model = self.models[pair]
         semaphore = model.new_semaphore()  # keeps one request from taking all rows
         num_tokens = sum(_num_tokens(part) for plan in plans for part in plan.parts)
-        attention = query.attention and num_tokens <= _MAX_ALIGNED_REQUEST_TOKENS
+        attention = query.attention and num_tokens <= MAX_ALIGNED_REQUEST_TOKENS
         texts = list[PlannedText]()
         for plan in plans:
             tasks = list[Task]()
             for part in plan.parts:
-                aligned = attention and _num_tokens(part) <= _MAX_ALIGNED_SENTENCE_TOKENS
+                aligned = attention and _num_tokens(part) <= MAX_ALIGNED_SENTENCE_TOKENS
                 work = model.translate_part(part, semaphore, alignments=aligned)
                 task = asyncio.create_task(work)
                 task.add_done_callback(partial(self._release, pair, len(part.sentences)))
