@@ -266,13 +266,16 @@ def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
     upstream = [0]
     proxy = socket.create_server(("127.0.0.1", 0))
     faults, answered, stopping = [], [0] * 4, threading.Event()
-    body = json.dumps({"q": "one two three", "source": "en", "target": "de"})
+    body = json.dumps({"q": "one two three", "source": "en", "target": "de"}).encode()
     expected = translator.translate(["one two three"])[0]
 
     def forward(connection: socket.socket) -> None:
         """Forward one request on a connection of its own, as nginx does by default."""
         with connection, socket.create_connection(("127.0.0.1", upstream[0])) as server:
-            server.sendall(connection.recv(2**16))
+            data = b""
+            while not data.endswith(body):
+                data += connection.recv(2**16)
+            server.sendall(data)
             while data := server.recv(2**16):
                 connection.sendall(data)
 
@@ -287,9 +290,9 @@ def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
                 headers = {"Content-Type": "application/json", "Connection": "close"}
                 connection.request("POST", "/translate", body, headers)
                 reply = connection.getresponse()
-                text = json.loads(reply.read()).get("translatedText")
-                if text != expected:
-                    faults.append((reply.status, text))
+                content = json.loads(reply.read())
+                if content != {"translatedText": expected}:
+                    faults.append((reply.status, content))
             except (OSError, http.client.HTTPException) as error:
                 faults.append(repr(error))
             connection.close()
@@ -311,7 +314,8 @@ def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
             new = newer.enter_context(serving(services[1], translator))  # when it is ready
             wait_for(20)
             upstream[0] = new.port
-        wait_for(40)  # the old server has ended
+            wait_for(20)  # the proxy's older requests have reached the old server
+        wait_for(20)  # the old server has ended
         stopping.set()
         for thread in threads[1:]:
             thread.join()

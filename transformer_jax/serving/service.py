@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -67,10 +66,6 @@ class Service:
             logger.exception("Compilation failed.")
             self._status = "failed"
             return
-        # What exists now stays. Without it, a full garbage collection takes a few milliseconds
-        # instead of 0.2 s, during which all requests would wait.
-        gc.collect()
-        gc.freeze()
         self._status = "ok"
         logger.info("Ready after %.0f s of compilation.", time.perf_counter() - start)
 
