@@ -13,12 +13,13 @@ from jax import Array
 
 from transformer_jax.decoding import lexical_constraints
 from transformer_jax.decoding.constraints import IMPOSSIBLE
-from transformer_jax.decoding.logits import top_k
+from transformer_jax.decoding.logits import argmax, top_k
 from transformer_jax.decoding.ranking import ranking_score
 from transformer_jax.decoding.search import (
     NextToken,
     SearchMethod,
     SearchState,
+    add_tokens,
     extend,
     finish,
     gather_beams,
@@ -49,9 +50,11 @@ class BeamSearch(SearchMethod, BeamSettings):
     finished, however poor they are. It saves steps but can miss the best hypotheses.
     """
 
-    def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:
+    def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array | None]:
         """Add one token to every live hypothesis. Returns the state and each beam's parent."""
         W = self.beam_size
+        if W == 1 and state.terms_BKAM is None:
+            return add_tokens(self, state, scores, argmax(scores.logits_RV)), None
         parents_BC, tokens_BC, token_log_probs_BC = self._candidates(state, scores)
         parent_beams = gather_beams(state.live, parents_BC)
         candidates = extend(parent_beams, state.position_B, tokens_BC, token_log_probs_BC)

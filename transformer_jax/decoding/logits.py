@@ -32,6 +32,19 @@ def top_k(x_RV: Array, k: int) -> tuple[Array, Array]:
     return values_RK, jnp.take_along_axis(ids_RC, columns_RK, axis=1)
 
 
+@jax.named_scope("argmax")
+def argmax(x_RV: Array) -> Array:
+    """Compute ``jnp.argmax`` of each row, [R]. On a CPU, in two exact stages, as ``top_k``."""
+    width = x_RV.shape[1]
+    if jax.default_backend() != "cpu" or width < 2 * _CHUNK:
+        return jax.lax.argmax(x_RV, 1, jnp.int32)
+    chunk_R = jax.lax.argmax(_chunk_maxima(x_RV), 1, jnp.int32)
+    ids_RC = chunk_R[:, None] * _CHUNK + jnp.arange(_CHUNK)[None]
+    x_RC = jnp.take_along_axis(x_RV, jnp.minimum(ids_RC, width - 1), axis=1)
+    x_RC = jnp.where(ids_RC < width, x_RC, -jnp.inf)
+    return chunk_R * _CHUNK + jax.lax.argmax(x_RC, 1, jnp.int32)
+
+
 @jax.named_scope("log_softmax")
 def log_sum_exp(x_RV: Array) -> Array:
     """Compute ``jax.nn.logsumexp`` of each row, [R, 1].

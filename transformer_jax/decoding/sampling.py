@@ -10,13 +10,11 @@ from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
-from transformer_jax.decoding.ranking import ranking_score
 from transformer_jax.decoding.search import (
     NextToken,
     SearchMethod,
     SearchState,
-    extend,
-    finish,
+    add_tokens,
 )
 from transformer_jax.settings.checks import Positive
 from transformer_jax.settings.config import SamplingSettings
@@ -39,27 +37,8 @@ class Sampling(SearchMethod, SamplingSettings):
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""
-        logits_RV, normalizer_R1, forced_R = scores
-        drawn_R = self._draw_tokens(logits_RV, self._keys(state))
-        is_forced_R = forced_R >= 0
-        tokens_R = jnp.where(is_forced_R, forced_R, drawn_R)
-        logit_R1 = jnp.take_along_axis(logits_RV, tokens_R[:, None], axis=1)
-        is_possible_R1 = (logit_R1 > IMPOSSIBLE / 2) | is_forced_R[:, None]
-        token_log_probs_R1 = jnp.where(is_possible_R1, logit_R1 - normalizer_R1, IMPOSSIBLE)
-        tokens_BW, token_log_probs_BW = (
-            x.reshape(state.live.log_probs_BW.shape) for x in (tokens_R, token_log_probs_R1)
-        )
-
-        live = extend(state.live, state.position_B, tokens_BW, token_log_probs_BW)
-        ends_BW = tokens_BW == self.eos_id
-        scores_BW = ranking_score(live.log_probs_BW, state.position_B + 1, self)
-        log_probs_BW = jnp.where(ends_BW, IMPOSSIBLE, live.log_probs_BW)
-        state = state._replace(
-            live=live._replace(log_probs_BW=log_probs_BW),
-            finished=finish(state, live, ends_BW, scores_BW),
-            done_B=(log_probs_BW <= IMPOSSIBLE / 2).all(axis=1),
-        )
-        return state, None
+        drawn_R = self._draw_tokens(scores.logits_RV, self._keys(state))
+        return add_tokens(self, state, scores, drawn_R), None
 
     def _keys(self, state: SearchState) -> Array:
         """Make random keys that depend on the sentence, sample and position, but not on the row."""

@@ -22,6 +22,7 @@ from jax import Array
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
 from transformer_jax.decoding.lexical_constraints import start_progress
 from transformer_jax.decoding.logits import log_sum_exp
+from transformer_jax.decoding.ranking import ranking_score
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Count
 from transformer_jax.settings.config import RankingSettings
@@ -378,6 +379,32 @@ def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW:
         jnp.where(is_position_B1L, token_log_probs_BW[:, :, None], live.token_log_probs_BWL),
         jnp.maximum(live.log_probs_BW + token_log_probs_BW, IMPOSSIBLE),
         live.progress,
+    )
+
+
+def add_tokens(
+    method: SearchMethod, state: SearchState, scores: NextToken, tokens_R: Array
+) -> SearchState:
+    """Add one token to every hypothesis: the forced one, or the chosen ``tokens_R``. A hypothesis
+    is finished if this is EOS.
+    """
+    logits_RV, normalizer_R1, forced_R = scores
+    is_forced_R = forced_R >= 0
+    tokens_R = jnp.where(is_forced_R, forced_R, tokens_R)
+    logit_R1 = jnp.take_along_axis(logits_RV, tokens_R[:, None], axis=1)
+    is_possible_R1 = (logit_R1 > IMPOSSIBLE / 2) | is_forced_R[:, None]
+    token_log_probs_R1 = jnp.where(is_possible_R1, logit_R1 - normalizer_R1, IMPOSSIBLE)
+    tokens_BW, token_log_probs_BW = (
+        x.reshape(state.live.log_probs_BW.shape) for x in (tokens_R, token_log_probs_R1)
+    )
+    live = extend(state.live, state.position_B, tokens_BW, token_log_probs_BW)
+    ends_BW = tokens_BW == method.eos_id
+    scores_BW = ranking_score(live.log_probs_BW, state.position_B + 1, method)
+    log_probs_BW = jnp.where(ends_BW, IMPOSSIBLE, live.log_probs_BW)
+    return state._replace(
+        live=live._replace(log_probs_BW=log_probs_BW),
+        finished=finish(state, live, ends_BW, scores_BW),
+        done_B=(log_probs_BW <= IMPOSSIBLE / 2).all(axis=1),
     )
 
 

@@ -57,8 +57,8 @@ class DecoderCache:
 
     Self-attention keys and values never move: position t of beam w stays in slot t * W + w.
     Reordering beams changes only the small table ``ancestors_BWT``. For each beam and position, it
-    gives the beam whose slot holds that position. The beams of a sentence share its cross-attention
-    keys and values.
+    gives the beam whose slot holds that position; a single beam needs no table. The beams of a
+    sentence share its cross-attention keys and values.
     """
 
     history: tuple[tuple[Block, ...], ...]  # one per layer
@@ -98,8 +98,11 @@ class DecoderCache:
 
     def layers(self) -> list[LayerAttention]:
         """Return each layer's attention over the cache in the next step."""
-        batch, beam_size, _ = self.ancestors_BWT.shape
+        batch, beam_size, T = self.ancestors_BWT.shape
         visible_BWTW = self.ancestors_BWT[..., None] == jnp.arange(beam_size)[None, None, None]
+        if beam_size == 1:
+            is_written_BT = jnp.arange(T)[None] < self.position_B[:, None]
+            visible_BWTW = is_written_BT[:, None, :, None]
         visible_B1WL = visible_BWTW.reshape(batch, 1, beam_size, -1)
         return [
             LayerAttention(self, visible_B1WL, history, source)
@@ -141,8 +144,11 @@ class DecoderCache:
     def append(self, layers: Sequence[LayerAttention]) -> DecoderCache:
         """Append the newest keys and values of each layer to the cache."""
         _, W, T = self.ancestors_BWT.shape
-        is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
-        beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
+        ancestors_BWT = self.ancestors_BWT
+        if W > 1:
+            is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
+            beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
+            ancestors_BWT = jnp.where(is_new_BT[:, None], beams_1W1, ancestors_BWT)
         return replace(
             self,
             # Written after all layers have read it, so XLA's CPU backend does not copy blocks.
@@ -150,7 +156,7 @@ class DecoderCache:
                 self.write_newest(layer.history, layer.newest) if layer.newest else layer.history
                 for layer in layers
             ),
-            ancestors_BWT=jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT),
+            ancestors_BWT=ancestors_BWT,
             position_B=jnp.minimum(self.position_B + 1, T),  # idle rows never overflow
         )
 
@@ -193,8 +199,11 @@ class LayerAttention:
 
         def kernel_step() -> Any:
             [block] = self.history
+            ancestors_BWT = cache.ancestors_BWT
+            if ancestors_BWT.shape[1] == 1:
+                ancestors_BWT = jnp.zeros_like(ancestors_BWT)
             return decode_kernel.attend_to_history(
-                arrays_BWHK, block, cache.ancestors_BWT, cache.position_B
+                arrays_BWHK, block, ancestors_BWT, cache.position_B
             )
 
         if self.bias_BHT is not None or not decode_kernel.supports(q_BWHK, v_BWHK):
