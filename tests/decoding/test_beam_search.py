@@ -14,9 +14,10 @@ from reference_search import Rules, every_hypothesis, reference_search
 from reference_search import chain as as_model
 
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.logits import log_sum_exp, top_k
+from transformer_jax.decoding.logits import argmax, log_sum_exp, top_k
 from transformer_jax.decoding.ranking import length_penalty
 from transformer_jax.decoding.search import (
+    NextToken,
     gather_beams,
     results,
     search,
@@ -277,6 +278,28 @@ def test_top_k_equals_lax(backend, width, k, monkeypatch):
         x[1, : width // 2] = -np.inf
         for found, expected in zip(ours(x), jax.lax.top_k(x, k), strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("width", [5, 255, 256, 1024, 3001])
+def test_argmax_is_the_first_of_the_largest(width) -> None:
+    for values in (2, 300, 1_000_000):  # ties within chunks and between chunks
+        x = np.random.default_rng(width).integers(values, size=(6, width)).astype(np.float32)
+        x[0] = 0
+        x[1, : width // 2] = -np.inf
+        x[2] = -np.inf
+        np.testing.assert_array_equal(jax.jit(argmax)(x), x.argmax(axis=1))
+
+
+def test_greedy_search_reorders_nothing() -> None:
+    """Each hypothesis continues itself. The results are those of the reference search, above."""
+    method = BeamSearch(**IDS, beam_size=1)
+    state = method.start(jnp.array([4, 4]), prefix_BP=jnp.full((2, 4), -1), seed_B=jnp.zeros(2))
+    scores = NextToken(
+        jnp.array([[0.0, 0, 0, 3, 1], [0.0, 0, 0, 1, 3]]), jnp.ones((2, 1)), jnp.full(2, -1)
+    )
+    state, parents = method.advance(state, scores)
+    assert parents is None
+    assert state.live.tokens_BWL[:, 0, 0].tolist() == [3, 4]
 
 
 def test_length_penalty_equals_the_papers() -> None:
