@@ -116,6 +116,20 @@ def test_languages_are_a_part_of_no_word(
     assert (links > 0).all() and not any(token.startswith("<2") for token in linked_tokens)
 
 
+def test_new_symbols_and_languages_keep_the_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    more = tokenizer.with_symbols(["<x>"]).with_new_languages(["it:fr"])
+    more.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.languages.tokens == tokenizer.languages.tokens | {"it": "<2it>"}
+    tags = ["<2de>", "<2en>", "<2fr>", "<2it>"]
+    assert sorted(loaded.source.tokens(loaded.source.vocabulary.languages)) == tags
+    assert loaded.new_rows(["it:fr"]) == {35: tokenizer.source.ids(["<2fr>"])}
+    separate = Tokenizer.from_models(tokenizer.source.model, tokenizer.target.model)
+    separate = separate.with_new_languages(["de"])
+    with pytest.raises(UserError, match="expected codes without a relative, because source and"):
+        separate.with_new_languages(["it:de"])
+
+
 def test_the_first_pairs_are_as_many_for_each_pair_of_languages(folder: Path) -> None:
     pairs = list(ParallelText(items(), str(folder)).text_pairs())
     found = first_pairs(pairs, 6)

@@ -51,7 +51,8 @@ class Languages(NamedTuple):
             return default
         if language not in self.tokens:
             none = "none, because the model has no language codes or was imported for one pair"
-            known = ", ".join(self.tokens) or none
+            hint = "(a model that is trained from scratch needs tokenizer.new_languages)"
+            known = ", ".join(self.tokens) or f"{none} {hint}"
             raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
         return self.tokens[language]
 

@@ -172,8 +172,10 @@ class SubwordModel:
                 f"tokenizer.user_defined_symbols contains {symbols[0]!r}; expected none, because "
                 "this model has a tokenizer.json file."
             )
-        vocabulary = None if self.has_own_vocabulary else self.vocabulary.with_tokens(symbols)
-        return SubwordModel(self.segmenter.with_symbols(symbols), vocabulary)
+        segmenter = self.segmenter.with_symbols(symbols)
+        if self.has_own_vocabulary:
+            return SubwordModel(segmenter, languages=self.tokens(self.vocabulary.languages))
+        return SubwordModel(segmenter, self.vocabulary.with_tokens(symbols))
 
     def with_languages(self, tokens: Sequence[str], model: str) -> SubwordModel:
         """Return a copy with new tokens of languages. Existing ids do not change. ``model`` is the

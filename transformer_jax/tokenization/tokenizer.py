@@ -167,6 +167,11 @@ class Tokenizer:
                 "no languages, or was imported for one pair; expected a model such as NLLB, "
                 "M2M100, mBART-50 or MADLAD-400."
             )
+        if not self.joint and any(":" in entry for entry in entries):
+            raise UserError(
+                f"tokenizer.new_languages is {short_repr(entries)}; expected codes without a "
+                "relative, because source and target have separate vocabularies."
+            )
         old_tokens = [*self.languages.tokens.values()]
         languages = self.languages.with_new(entries)
         tokens = [token for token in languages.tokens.values() if token not in old_tokens]
