@@ -48,6 +48,8 @@ SLOW = [
         "training/test_freeze",
         "training/test_adafactor",
         "pretrained/test_import_huggingface",
+        "pretrained/test_new_languages",
+        "training/test_language_pairs",
         "serving/test_app",
         "pretrained/test_pretrained_page",
         "training/test_loss",
