@@ -38,7 +38,7 @@ def describe_new_languages(folder: Path, tokenizer: Tokenizer) -> None:
         fields[name or _LIST_NAMES[1]] = [*listed, *new_tokens]
     if not is_listed:  # in this form, the list of all ids replaces those of other files
         decoder = dict(fields.get("added_tokens_decoder") or {})
-        for number in {*vocabulary.special, *vocabulary.languages, vocabulary.pad_id}:
+        for number in sorted({*vocabulary.special, *vocabulary.languages, vocabulary.pad_id}):
             decoder.setdefault(str(number), _entry(vocabulary.tokens[number]))
         fields["added_tokens_decoder"] = decoder
     if original.kind == "M2M100Tokenizer":  # CTranslate2 names the other rows

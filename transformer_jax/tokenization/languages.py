@@ -72,9 +72,11 @@ class Languages(NamedTuple):
         Raises ``UserError`` if a code exists, or a relative does not.
         """
         known = ", ".join(self.tokens) or "none"
-        layout: Layout = self.layout if self.tokens else "tag"
-        example = next(iter(self.tokens), "")
-        pattern = self.tokens.get(example, "<2>").split(example) if example else ["<2", ">"]
+        layout: Layout = "tag"
+        form = "<2{}>"
+        for code, token in self.tokens.items():
+            layout = self.layout
+            form = token.replace(code, "{}")
         tokens = dict(self.tokens)
         for entry in entries:
             code, _, relative = entry.partition(":")
@@ -88,7 +90,7 @@ class Languages(NamedTuple):
                     f"tokenizer.new_languages has {entry!r}, but {relative!r} is not a language of "
                     f"the model; expected a relative that is one of: {known}."
                 )
-            tokens[code] = code.join(pattern)
+            tokens[code] = form.format(code)
         return self._replace(tokens=tokens, layout=layout)
 
 
