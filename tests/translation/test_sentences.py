@@ -13,7 +13,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from transformer_jax.translation.sentences import DividedText, Joiner, as_one_sentence, divide
+from transformer_jax.translation.sentences import (
+    DividedText,
+    SentenceJoiner,
+    as_one_sentence,
+    divide,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -33,7 +38,7 @@ def plain(text: str, *, language: str = "en", split: bool = True) -> DividedText
 
 
 def joined(pieces: DividedText, translations: list[str]) -> str:
-    joiner = Joiner()
+    joiner = SentenceJoiner()
     for before, source, text in zip(pieces.before, pieces.sentences, translations, strict=True):
         joiner.add(before, source, text)
     return joiner.text + pieces.after

@@ -16,7 +16,7 @@ from transformer_jax.decoding.search import (
     SearchState,
     add_tokens,
 )
-from transformer_jax.settings.checks import Positive
+from transformer_jax.settings.checks import PositiveInt
 from transformer_jax.settings.config import SamplingSettings
 
 _MIN_LOGIT = -1e6  # lowest logit of a possible token; its probability rounds to 0
@@ -33,7 +33,7 @@ class Sampling(SearchMethod, SamplingSettings):
 
     has_independent_beams = True
 
-    beam_size: Positive = 1
+    beam_size: PositiveInt = 1
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""

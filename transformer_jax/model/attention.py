@@ -22,7 +22,7 @@ from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
 from transformer_jax.model.matmul import compute_dtype, einsum, is_mixed, matmul_dtype
-from transformer_jax.settings.checks import Fraction, Positive, Size, check_sizes, checked
+from transformer_jax.settings.checks import Fraction, PositiveInt, Size, check_sizes, checked
 from transformer_jax.settings.config import ModelConfig
 
 
@@ -152,8 +152,8 @@ class MultiHeadAttention(nnx.Module):
         d_model: Size,
         num_heads: Size,
         *,
-        d_k: Positive | None = None,
-        d_v: Positive | None = None,
+        d_k: PositiveInt | None = None,
+        d_v: PositiveInt | None = None,
         use_bias: bool = False,
         dropout: Fraction = 0.0,
         dtype: Any = "auto",

@@ -18,7 +18,7 @@ from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.matmul import activation_dtype, compute_dtype
 from transformer_jax.model.norms import Norm, Residual
 from transformer_jax.model.positions import added_positions, position_biases
-from transformer_jax.settings.checks import Positive, checked
+from transformer_jax.settings.checks import PositiveInt, checked
 from transformer_jax.settings.config import ModelConfig
 
 
@@ -28,7 +28,7 @@ class Embedding(nnx.Module):
     @checked
     def __init__(
         self,
-        vocab_size: Positive,
+        vocab_size: PositiveInt,
         config: ModelConfig,
         *,
         has_matrix: bool = True,

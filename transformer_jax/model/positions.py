@@ -12,14 +12,14 @@ from flax import nnx
 from jax import Array
 
 from transformer_jax.errors import UserError
-from transformer_jax.settings.checks import Count, Positive, checked
+from transformer_jax.settings.checks import Count, PositiveInt, checked
 from transformer_jax.settings.config import ModelConfig
 
 
 @checked
 def sinusoidal_positions(
     length: Count,
-    d_model: Positive,
+    d_model: PositiveInt,
     layout: Literal["interleaved", "tensor2tensor"] = "interleaved",
 ) -> np.ndarray:
     """Return sinusoidal positional encodings, float32 [length, d_model] (section 3.5).

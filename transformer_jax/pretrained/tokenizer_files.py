@@ -52,11 +52,13 @@ class PretrainedTokenizer:
         self.settings: dict[str, Any] = {}
         self.segmenters: list[SentencePieceSegmenter | JsonSegmenter]
         if isinstance(files, MarianFiles):
-            self.segmenters = [self._read_model(name) for name in files.segmenters]
+            self.segmenters = [self._read_sentencepiece_file(name) for name in files.segmenters]
             self.ids = files.vocabularies
             return
         if config.family.name == "MarianMTModel":  # the other files say nothing more
-            self.segmenters = [self._read_model(name) for name in ("source.spm", "target.spm")]
+            self.segmenters = [
+                self._read_sentencepiece_file(name) for name in ("source.spm", "target.spm")
+            ]
             self.ids = [_checked_ids(files, "vocab.json")]
             if (self.folder / "target_vocab.json").exists():
                 self.ids.append(_checked_ids(files, "target_vocab.json"))
@@ -270,7 +272,7 @@ class PretrainedTokenizer:
                 name = "MBart50Tokenizer"
         return str(name).removesuffix("Fast")
 
-    def _read_model(self, name: str) -> SentencePieceSegmenter:
+    def _read_sentencepiece_file(self, name: str) -> SentencePieceSegmenter:
         file = self.folder / name
         if not file.exists():
             raise UserError(
@@ -283,7 +285,7 @@ class PretrainedTokenizer:
     def _sentencepiece(self) -> SentencePieceSegmenter:
         for name in _SENTENCEPIECE_FILES:
             if (self.folder / name).exists() and self.config.family.leading_tokens is not None:
-                return self._read_model(name)
+                return self._read_sentencepiece_file(name)
         raise UserError(
             f"{str(self.folder)!r} has no tokenizer.json; expected that file or, except for BART, "
             f"{' or '.join(_SENTENCEPIECE_FILES)}. transformers writes it: "

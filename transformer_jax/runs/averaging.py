@@ -30,8 +30,8 @@ def retained_steps(
     These are the newest one, the newest ``keep_checkpoints`` scheduled ones, and those that can be
     averaged for the model.
     """
-    scheduled, candidates = _candidates(checkpoints, steps, best_step, training)
-    return {*scheduled[: training.keep_checkpoints]}.union(*candidates)
+    scheduled_steps, candidates = _candidates(checkpoints, steps, best_step, training)
+    return {*scheduled_steps[: training.keep_checkpoints]}.union(*candidates)
 
 
 def choose_average(
@@ -113,7 +113,9 @@ def _candidates(
         config = Manifest(checkpoints / checkpoint_name(step)).config
         return step % config.training.checkpoint_every == 0
 
-    scheduled = [step for step in steps if is_scheduled(step)]
+    scheduled_steps = [step for step in steps if is_scheduled(step)]
     limit = training.keep_checkpoints if training.average == "auto" else training.average
     ends = [step for step in steps if step in (steps[0], best_step)]
-    return scheduled, [[end, *(step for step in scheduled if step < end)][:limit] for end in ends]
+    return scheduled_steps, [
+        [end, *(step for step in scheduled_steps if step < end)][:limit] for end in ends
+    ]

@@ -19,7 +19,7 @@ from transformer_jax.serving.schema import (
     SentenceResponse,
 )
 from transformer_jax.translation.plan import Plan
-from transformer_jax.translation.sentences import Joiner
+from transformer_jax.translation.sentences import SentenceJoiner
 
 Task = asyncio.Task[list[Translation]]
 
@@ -73,7 +73,7 @@ class PendingAnswer:
         ``sentence`` or ``done``, with JSON.
         """
         [text] = self.texts
-        joiner = Joiner()
+        joiner = SentenceJoiner()
         try:
             for index, task in enumerate(text.tasks):
                 await task
@@ -82,7 +82,7 @@ class PendingAnswer:
         finally:
             self.cancel()
 
-    def _event(self, text: PlannedText, index: int, joiner: Joiner) -> bytes:
+    def _event(self, text: PlannedText, index: int, joiner: SentenceJoiner) -> bytes:
         """Return the event of a sentence. Takes time if it has attention weights."""
         part = text.plan.parts[index]
         translations = text.tasks[index].result()

@@ -177,7 +177,7 @@ class Language(BaseModel):
     targets: list[str]
 
 
-State = Literal["ok", "compiling", "failed"]
+ServerState = Literal["ok", "compiling", "failed"]
 
 
 class Status(BaseModel):
@@ -185,7 +185,7 @@ class Status(BaseModel):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    status: State
+    status: ServerState
     engine: str
     """Program that searches: jax, ctranslate2, or both for different models."""
 

@@ -20,7 +20,7 @@ from transformer_jax.serving.limits import (
 )
 from transformer_jax.serving.metrics import Metrics
 from transformer_jax.serving.rejected import RequestRejected
-from transformer_jax.serving.schema import Query, State
+from transformer_jax.serving.schema import Query, ServerState
 from transformer_jax.translation.markup import PLACEHOLDERS
 from transformer_jax.translation.plan import Part, Plan
 
@@ -53,7 +53,7 @@ class Service:
         self.num_accepted = 0
         self._protect = (*PLACEHOLDERS, *protect)
         self._distinct_models = list(dict.fromkeys(models.values()))
-        self._status: State = "compiling"
+        self._status: ServerState = "compiling"
         self.metrics = Metrics(self._distinct_models, lambda: self.num_accepted)
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class Service:
             model.close()
 
     @property
-    def status(self) -> State:
+    def status(self) -> ServerState:
         """Current status; "failed" if any search has failed."""
         if any(model.workers.failure for model in self._distinct_models):
             return "failed"

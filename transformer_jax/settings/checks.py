@@ -25,7 +25,7 @@ class Range(NamedTuple):
         return self.expectation
 
 
-Positive = Annotated[int, Range(lambda n: 1 <= n < 2**31, "a positive number below 2^31")]
+PositiveInt = Annotated[int, Range(lambda n: 1 <= n < 2**31, "a positive number below 2^31")]
 # Larger values have no use and would run for hours or exhaust the memory without a message.
 SmallCount = Annotated[int, Range(lambda n: 1 <= n <= 512, "a positive number up to 512")]
 Size = Annotated[int, Range(lambda n: 1 <= n <= 2**16, "a number from 1 to 65,536")]

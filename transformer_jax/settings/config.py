@@ -20,9 +20,9 @@ from transformer_jax.settings.checks import (
     Fraction,
     LineLength,
     NonNegative,
-    Positive,
     PositiveFloat,
     PositiveFraction,
+    PositiveInt,
     Rule,
     Section,
     Size,
@@ -38,10 +38,10 @@ BleuTokenizer = Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mec
 class ModelConfig(Section, prefix="model."):
     """Architecture of the Transformer (paper sections 3 and 6.2; symbols as in Table 3)."""
 
-    vocab_size: Free[Positive] = 37_000
+    vocab_size: Free[PositiveInt] = 37_000
     """Size V of the target vocabulary, or of the shared vocabulary. Training sets it from the
     tokenizer; use tokenizer.vocab_size instead."""
-    source_vocab_size: Free[Positive | None] = None
+    source_vocab_size: Free[PositiveInt | None] = None
     """Size of the source vocabulary if it is separate; None: one shared vocabulary. Training sets
     it from the tokenizer."""
     d_model: Fixed[Size] = 512
@@ -50,9 +50,9 @@ class ModelConfig(Section, prefix="model."):
     """Inner width of the feed-forward layers."""
     num_heads: Fixed[Size] = 8
     """Number of attention heads h."""
-    d_k: Fixed[Positive | None] = None
+    d_k: Fixed[PositiveInt | None] = None
     """Width of queries and keys per head; None: d_model / num_heads."""
-    d_v: Fixed[Positive | None] = None
+    d_v: Fixed[PositiveInt | None] = None
     """Width of values per head; None: d_model / num_heads."""
     num_layers: Fixed[SmallCount] = 6
     """Number of layers N in the encoder and in the decoder."""
@@ -88,7 +88,7 @@ class ModelConfig(Section, prefix="model."):
     """Sinusoids with sine and cosine interleaved (the paper); sinusoids as in tensor2tensor and
     fairseq (all sines first, slightly different wavelengths); learned embeddings (Table 3, row E);
     or no embeddings but a relative position bias in self-attention, as in T5."""
-    max_positions: Fixed[Positive] = 1024
+    max_positions: Fixed[PositiveInt] = 1024
     """Number of learned positions. Other positions have no limit."""
     position_offset: Fixed[Literal[0] | Size] = 0
     """Position of the first token in the table of sinusoids or learned positions (2 in fairseq)."""
@@ -232,7 +232,7 @@ class ModelConfig(Section, prefix="model."):
 class TokenizerConfig(Section, prefix="tokenizer."):
     """SentencePiece tokenizer and its training."""
 
-    vocab_size: Fixed[Positive] = 37_000
+    vocab_size: Fixed[PositiveInt] = 37_000
     """Number of tokens per vocabulary, including the four special tokens."""
     algorithm: Fixed[Literal["bpe", "unigram"]] = "bpe"
     """Byte-pair encoding (the paper) or a unigram language model."""
@@ -262,7 +262,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     of the new language in the embedding matrix starts as a copy of its relative's, and is trained
     even if the matrix is frozen. A model trained from scratch: CODE, the language of a target,
     whose tag <2CODE> stands in front of the source."""
-    max_training_sentences: Fixed[Positive] = 5_000_000
+    max_training_sentences: Fixed[PositiveInt] = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     bpe_dropout: FixedOnResume[Fraction] = 0.0
     """BPE-dropout (Provilkov et al., 2020): probability of dropping a merge (usually 0.1); 0: off.
@@ -326,7 +326,7 @@ class PairsConfig(Section):
     """Field with the target text (for example de), as for source_field. tsv: '' means 2."""
     split: Fixed[str] = "train"
     """tfds: split name."""
-    limit: Fixed[Positive | None] = None
+    limit: Fixed[PositiveInt | None] = None
     """Use only this many pairs, from the start; None: all. With tags, languages, weights or
     temperature: of each item of source."""
     tags: Fixed[tuple[str, ...]] = ()
@@ -442,10 +442,10 @@ class DataConfig(Section, prefix="data."):
     """Dev set, for loss and BLEU during training and for selecting the best checkpoint."""
     test: Free[PairsConfig] = PairsConfig()
     """Test set, scored once at the end of training."""
-    max_source_length: Fixed[Positive] = 256
+    max_source_length: Fixed[PositiveInt] = 256
     """Maximum source length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    max_target_length: Fixed[Positive] = 256
+    max_target_length: Fixed[PositiveInt] = 256
     """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
     workers: PerProcess[Literal[0] | SmallCount] = 0
@@ -460,7 +460,7 @@ class BatchConfig(Section, prefix="batch."):
     """bucketed: one pair per row, grouped by length. packed: several pairs per row, separated by
     segment ids. auto: packed on TPUs, where compiling a shape takes minutes; bucketed elsewhere.
     The run's config.json records the choice."""
-    tokens: Positive = 25_000
+    tokens: PositiveInt = 25_000
     """Global batch size: number of source tokens and of target tokens per step, including padding
     (25,000 each in the paper)."""
     buckets: SmallCount = 8
@@ -482,7 +482,7 @@ class OptimizerConfig(Section, prefix="optimizer."):
     """Adam (the paper); Adafactor (T5), whose state is small and whose learning rate is relative to
     each parameter's RMS: set peak_learning_rate to 0.01 as for T5, or to 0.001 to fine-tune; or
     Muon for the matrices of layers, with Adam's learning rates, and Adam for the rest."""
-    warmup_steps: Changeable[Positive] = 4000
+    warmup_steps: Changeable[PositiveInt] = 4000
     """Number of linear warm-up steps."""
     decay: Changeable[Literal["inverse_sqrt", "constant", "linear", "cosine"]] = "inverse_sqrt"
     """Learning-rate schedule after warm-up: inverse square root of the step (the paper), constant,
@@ -499,7 +499,7 @@ class OptimizerConfig(Section, prefix="optimizer."):
     """Decoupled weight decay on matrices (AdamW); 0: off."""
     clip_norm: Changeable[NonNegative] = 0.0
     """Clip gradients to this global norm; 0: off."""
-    accumulate_steps: Changeable[Positive] = 1
+    accumulate_steps: Changeable[PositiveInt] = 1
     """Gradient accumulation: split each batch into this many microbatches with equal numbers of
     rows. Saves memory and gives the same result, except for dropout masks."""
     ema_decay: Fixed[Fraction] = 0.0
@@ -544,7 +544,7 @@ class LossSettings(Section, prefix="training."):
 class TrainingConfig(LossSettings, prefix="training."):
     """Training length, evaluation and checkpoints."""
 
-    steps: Changeable[Positive] = 100_000
+    steps: Changeable[PositiveInt] = 100_000
     """Number of optimizer steps."""
     start_from: Changeable[str] = ""
     """Fine-tuning: a work directory, model folder or checkpoint folder that provides the tokenizer
@@ -552,21 +552,21 @@ class TrainingConfig(LossSettings, prefix="training."):
     freeze: Changeable[tuple[str, ...]] = ()
     """Fine-tuning: glob patterns of names of parameters that are not trained, such as 'encoder.*'
     or '*embedding.matrix'; * also matches dots."""
-    log_every: Free[Positive] = 50
+    log_every: Free[PositiveInt] = 50
     """Number of steps between entries in metrics.jsonl and TensorBoard."""
-    eval_every: Free[Positive] = 1000
+    eval_every: Free[PositiveInt] = 1000
     """Number of steps between evaluations on the dev set: loss, perplexity, accuracy and BLEU."""
     bleu_sentences: Free[Count] = 1000
     """Number of sentences to translate with beam search for BLEU, from the start of the dev set; 0:
     no BLEU on the dev set."""
     bleu_tokenize: Free[BleuTokenizer] = "13a"
     """sacreBLEU's tokenizer; none: the text is already tokenized and is scored as is."""
-    checkpoint_every: Free[Positive] = 1000
+    checkpoint_every: Free[PositiveInt] = 1000
     """Number of steps between checkpoints."""
-    keep_checkpoints: Free[Positive] = 5
+    keep_checkpoints: Free[PositiveInt] = 5
     """Checkpoint retention: number of newest checkpoints to keep. The best checkpoint on the dev
     set (select_by) is also kept, along with the checkpoints that can be averaged with it."""
-    average: Free[Literal["auto"] | Positive] = "auto"
+    average: Free[Literal["auto"] | PositiveInt] = "auto"
     """Checkpoint averaging: number of checkpoints to average for the model, when training ends.
     These are the last checkpoints or, after early stopping, the best checkpoint on the dev set and
     the checkpoints before it; 1: a single checkpoint. auto: the average of 1 to keep_checkpoints
@@ -575,7 +575,7 @@ class TrainingConfig(LossSettings, prefix="training."):
     """Dev-set metric for selecting the best checkpoint and for early stopping."""
     patience: Free[Count] = 0
     """Early stopping after this many evaluations without improvement in select_by; 0: off."""
-    max_bad_steps: Free[Positive] = 10
+    max_bad_steps: Free[PositiveInt] = 10
     """Steps with a non-finite loss or gradient are skipped and counted. Training stops after this
     many in a row."""
     profile: Free[str] = ""
@@ -707,14 +707,14 @@ class DecodingConfig(ConstraintSettings, SamplingSettings, BeamSettings, prefix=
 class MeshConfig(Section, prefix="mesh."):
     """Device mesh."""
 
-    data: Literal[-1] | Positive = -1
+    data: Literal[-1] | PositiveInt = -1
     """Data parallelism: number of devices that split the batch; -1: all remaining devices."""
-    fsdp: Positive = 1
+    fsdp: PositiveInt = 1
     """FSDP: number of devices that split the batch, the parameters and the optimizer state."""
-    tensor: Positive = 1
+    tensor: PositiveInt = 1
     """Tensor parallelism: number of devices that split heads, d_ff and, if it divides evenly, the
     vocabulary."""
-    slices: Positive | None = None
+    slices: PositiveInt | None = None
     """Number of slices: groups of devices connected to each other only by a slow network. ``data``
     is split over slices first; ``fsdp`` and ``tensor`` stay within a slice. None: as reported by
     TPUs; 1 on other devices."""
@@ -729,11 +729,11 @@ class Processes(Section, prefix="--"):
     Kubernetes, Cloud TPU)."""
     coordinator_address: str | None = None
     """Without such a cluster: HOST:PORT of process 0. Requires --num-processes and --process-id."""
-    num_processes: Positive | None = None
+    num_processes: PositiveInt | None = None
     """Number of processes."""
     process_id: Count | None = None
     """Index of this process, counting from 0."""
-    start_timeout: Positive = 300
+    start_timeout: PositiveInt = 300
     """Maximum number of seconds to wait at startup for all processes to connect."""
 
 

@@ -13,7 +13,7 @@ import tyro
 from transformer_jax.cli import flag_values, parse_flags
 from transformer_jax.data.text_files import COMPRESSED_SUFFIXES
 from transformer_jax.errors import UserError
-from transformer_jax.settings.checks import Positive, Rule, Section
+from transformer_jax.settings.checks import PositiveInt, Rule, Section
 from transformer_jax.settings.config import Config, DecodingConfig, EngineName
 from transformer_jax.settings.config_files import load_config_file
 from transformer_jax.storage.files import check_not_input, existing_folder, is_url
@@ -61,7 +61,7 @@ class Files(Section, prefix="--"):
     shard: str = "0/1"
     """i/n: translate only lines i, i + n, i + 2n, ... (counting from 0). This splits the input
     among n processes."""
-    window: Positive | None = None
+    window: PositiveInt | None = None
     """Number of lines to read before translating them; use 1 if a program waits for each output
     line. Default: 1 at a terminal, otherwise 100 batches."""
 

@@ -34,7 +34,12 @@ from transformer_jax.translation.glossary import Glossary, Terms, find_repetitio
 from transformer_jax.translation.markup import PLACEHOLDERS, Document
 from transformer_jax.translation.requests import GlossaryTerms, Request, Translation, check_text
 from transformer_jax.translation.segments import Segment, cut_into_segments
-from transformer_jax.translation.sentences import DividedText, Joiner, as_one_sentence, divide
+from transformer_jax.translation.sentences import (
+    DividedText,
+    SentenceJoiner,
+    as_one_sentence,
+    divide,
+)
 from transformer_jax.translation.tags import TagCheck
 
 logger = logging.getLogger(__name__)
@@ -116,7 +121,7 @@ class Part:
     def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
         """Join hypotheses, one for each segment, into one translation."""
         target = self.tokenizer.target
-        joiner = Joiner()
+        joiner = SentenceJoiner()
         tokens = list[str]()
         for segment, hypothesis in zip(self.segments, hypotheses):
             joiner.add(segment.before, segment.text, target.decode(hypothesis.tokens))
@@ -142,7 +147,7 @@ class Line:
 
     def join(self, translations: Sequence[Translation]) -> Translation:
         """Return the line's translation from those of its parts."""
-        joiner = Joiner()
+        joiner = SentenceJoiner()
         for part, translation in zip(self.parts, translations, strict=True):
             joiner.add(part.before, part.source, translation.text)
         tokens = list[str]()

@@ -127,7 +127,7 @@ def _replace_line_break(spaces: re.Match[str]) -> str:
     return " " if _LINE_BREAKS.search(spaces[0]) else spaces[0]
 
 
-class Joiner:
+class SentenceJoiner:
     """Joins the translations of consecutive sentences.
 
     White space between sentences stays as it was, with one exception: a single space, or none,

@@ -97,7 +97,7 @@ class _Reader:
         self._parser = expat.ParserCreate("utf-8")
         # Entities that only an external DTD defines are not errors.
         self._parser.UseForeignDTD(True)
-        self._parser.StartElementHandler = self._open
+        self._parser.StartElementHandler = self._start_element
         self._parser.EndElementHandler = self._close
         self._parser.CharacterDataHandler = self._characters
         self._parser.CommentHandler = lambda data: self._add("comment")
@@ -116,7 +116,7 @@ class _Reader:
             self.tokens.append(token)
         return token
 
-    def _open(self, name: str, attributes: Mapping[str, str]) -> None:
+    def _start_element(self, name: str, attributes: Mapping[str, str]) -> None:
         if not self._depth and not self.tokens:
             self.root = name
         self._depth += 1
