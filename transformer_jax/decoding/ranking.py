@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from transformer_jax.settings.config import RankingSettings
@@ -24,9 +25,13 @@ def ranking_score(log_probs: LogProbs, lengths: Array | int, settings: RankingSe
     return log_probs / penalty.reshape(penalty.shape + (1,) * (log_probs.ndim - penalty.ndim))
 
 
-def length_penalty(lengths: Array | int, alpha: float, offset: float = 5.0) -> Array:
+def length_penalty(lengths: Array | np.ndarray | int, alpha: float, offset: float = 5.0) -> Array:
     """Compute the length penalty ((c + length) / (c + 1))^alpha; c is ``offset`` (Wu et al., 2016,
     equation 14: c = 5; the paper's section 6.1 uses alpha = 0.6).
     """
-    lengths = jnp.asarray(lengths, jnp.float32)
-    return ((offset + lengths) / (offset + 1)) ** alpha
+    floats: Any
+    if isinstance(lengths, np.ndarray):  # without compiling anything
+        floats = lengths.astype(np.float32)
+    else:
+        floats = jnp.asarray(lengths, jnp.float32)
+    return ((offset + floats) / (offset + 1)) ** alpha

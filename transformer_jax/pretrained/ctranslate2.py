@@ -78,7 +78,7 @@ def check_ctranslate2(config: ModelConfig) -> None:
     check_fields(config, "CTranslate2", **_SUPPORTED)
     check_head_widths(config)
     with needs_extra("export"):
-        import ctranslate2.specs  # noqa: F401
+        import ctranslate2  # noqa: F401
 
 
 def export_ctranslate2(
@@ -143,8 +143,8 @@ def position_table_length(config: Config) -> int:
 
 def _spec(shape: ModelConfig) -> Any:
     """Create a model without weights."""
-    from ctranslate2.specs import common_spec, transformer_spec
-
+    with needs_extra("export"):  # imports PyTorch, if that is installed
+        from ctranslate2.specs import common_spec, transformer_spec
     settings: dict[str, Any] = {
         "pre_norm": True,  # temporary, to create the final norm
         "no_final_norm": not shape.has_final_norm,

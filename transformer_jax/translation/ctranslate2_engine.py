@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.decoding.length_buckets import Bucket
@@ -57,10 +56,8 @@ class CTranslate2Engine:
         self.search_settings = to_ctranslate2(config, tokenizer)
         self._tokenizer = tokenizer
         self._length_penalty = decoding.length_penalty
-        lengths = jnp.arange(_MAX_LENGTH)
-        self._penalties = np.asarray(
-            length_penalty(lengths, decoding.length_penalty, decoding.length_offset)
-        )
+        lengths = np.arange(_MAX_LENGTH)
+        self._penalties = length_penalty(lengths, decoding.length_penalty, decoding.length_offset)
         self._max_source_length = length_limits(config)[0]
         num_rows = max(1, decoding.batch_size // self.num_workers)
         self._bucket = Bucket((self._max_source_length,), num_rows)
