@@ -180,6 +180,11 @@ def test_a_canceled_sentence(state):
     elif state == "finished":
         run(scheduler)
     assert canceled.cancel() == (state != "finished")
+    if state == "running":  # the next read frees its row on the device
+        [batch] = scheduler.batches
+        batch.read()
+        is_idle = [task is None for task in batch._tasks]
+        assert any(is_idle) and batch._rows.state.done_B.tolist() == is_idle
     run(scheduler)
     expected = shared_engine().search([SENTENCES[5], SENTENCES[3]])
     assert [x.tokens for x in other.result(0)] == [x.tokens for x in expected[0]]
