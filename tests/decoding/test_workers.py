@@ -119,31 +119,28 @@ def test_a_failed_compilation_ends_all_sentences(caplog: pytest.LogCaptureFixtur
 
 def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture) -> None:
     """Waiting, running and later sentences fail, on all devices."""
-    all_have_sentences = threading.Barrier(3, timeout=10)  # both devices, and this thread
-    has_waited = threading.Event()
-
-    def wait_once(_: Sequence[Task]) -> None:
-        if not has_waited.is_set():
-            has_waited.set()
-            all_have_sentences.wait()
+    has_sentences = threading.Event()
+    goes_on = threading.Event()
+    all_failed = threading.Event()
 
     def fail(_: Sequence[Task]) -> None:
-        all_have_sentences.wait()
+        has_sentences.set()
+        goes_on.wait(10)
         raise RuntimeError("out of memory")
 
-    workers = make_workers(fail, wait_once)
+    workers = make_workers(fail, lambda _: all_failed.wait(10))
     workers.start()
     workers.wait_until_compiled()
     futures = [workers.submit(sentence) for sentence in SENTENCES]
     futures[-1].cancel()
+    assert has_sentences.wait(10)
     assert workers.queue.num_unfinished == 39
-    all_have_sentences.wait()
-    # The other device may finish its sentences before.
-    errors = [error for future in futures[:-1] if (error := future.exception(10))]
+    goes_on.set()
+    for future in futures[:-1]:
+        with pytest.raises(SearchFailed, match="out of memory"):
+            future.result(10)
+    all_failed.set()
     workers.close()
-    assert errors
-    for error in errors:
-        assert isinstance(error, SearchFailed) and "out of memory" in str(error)
     with pytest.raises(SearchFailed, match="out of memory"):
         workers.submit(SENTENCES[0]).result(0)
     assert str(workers.failure) == "out of memory"
