@@ -283,6 +283,19 @@ def test_a_run_from_the_tuned_model_keeps_its_language(tuned: Tuned, tmp_path: P
     assert load_model(tmp_path / "again")[2].fingerprint == tuned.tokenizer.fingerprint
 
 
+def test_a_resumed_run_trains_the_same_row(tuned: Tuned, tmp_path: Path) -> None:
+    """It does not read the model that it started from."""
+    if tuned.case != "nllb":
+        return
+    for steps in (1, 2):
+        training = dataclasses.replace(tuned.config.training, steps=steps)
+        config = dataclasses.replace(tuned.config, training=training)
+        train(config, tmp_path / "resumed", devices=ONE)
+    resumed = parameters(tmp_path / "resumed")
+    for name, x in parameters(tuned.run).items():
+        np.testing.assert_array_equal(resumed[name], x)
+
+
 def test_bad_input(tuned: Tuned, tmp_path: Path) -> None:
     if tuned.case != "nllb":
         return
