@@ -22,56 +22,51 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# The slowest files of `make test`, slowest first. The profiler's file leads: each of its traces
-# contains all functions that its process has compiled.
+# The slowest files of `make test`, slowest first, and one file of each folder of TOGETHER. The
+# profiler's file leads: each of its traces contains all functions that its process has compiled.
 SLOW = [
     f"tests/{name}.py"
     for name in (
         "training/test_profiler",
+        "pretrained/test_families",
         "training/test_loop",
         "decoding/test_engine",
-        "training/test_processes",
-        "training/test_step",
         "test_library_examples",
-        "pretrained/test_families",
-        "model/test_transformer",
-        "test_examples",
-        "training/test_guided_alignment",
-        "serving/test_misbehaving_clients",
-        "test_decode_cli",
-        "test_one_file",
-        "training/test_variants",
-        "export/test_export",
-        "training/test_resumed_runs",
-        "test_benchmarks",
-        "runs/test_checkpoint",
-        "training/test_freeze",
-        "training/test_adafactor",
-        "pretrained/test_import_huggingface",
-        "pretrained/test_new_languages",
-        "training/test_language_pairs",
+        "training/test_step",
+        "training/test_processes",
         "serving/test_app",
-        "pretrained/test_pretrained_page",
-        "training/test_loss",
-        "export/test_pytorch",
-        "translation/test_translator",
+        "test_examples",
+        "test_decode_cli",
+        "model/test_transformer",
+        "training/test_resumed_runs",
+        "training/test_guided_alignment",
+        "export/test_export",
+        "training/test_language_pairs",
+        "runs/test_checkpoint",
         "training/test_compiling",
-        "decoding/test_workers",
-        "translation/test_async_translator",
+        "test_benchmarks",
         "decoding/test_beam_search",
+        "training/test_adafactor",
+        "training/test_loss",
+        "training/test_freeze",
+        "translation/test_translator",
+        "decoding/test_workers",
+        "export/test_pytorch",
         "report/test_contents",
         "data/test_corpus",
+        "translation/test_async_translator",
+        "training/test_variants",
+        "test_one_file",
+        "decoding/test_sampling",
         "training/test_muon",
-        "pretrained/test_languages",
-        "model/test_matmul",
-        "test_wheel",
+        "runs/test_remote",
         "test_cli",
-        "serving/test_page",
+        "test_wheel",
     )
 ]
 
 # The files of these folders share what takes seconds to make: a service, and the modules of
-# transformers. One worker runs all files of such a folder.
+# transformers. One of pytest's workers runs all files of such a folder.
 TOGETHER = ("tests/pretrained", "tests/serving")
 
 # Tests run on CPUs by default. TEST_PLATFORM selects an accelerator (cuda or tpu), as in
