@@ -10,6 +10,7 @@ these without Linux or with other settings of JAX.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -87,6 +88,13 @@ class _Helper:
                 stdout=subprocess.DEVNULL,
                 env=os.environ | MALLOC,
             )
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the helper."""
+        self._requests.close()
+        self._process.kill()
+        self._process.wait()
 
     def start(self, streams: list[int], **request: Any) -> int:
         """Start a program with these standard streams. Returns its process id."""
