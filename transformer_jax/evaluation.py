@@ -1,4 +1,4 @@
-"""BLEU and chrF from sacreBLEU, with signatures that make scores comparable."""
+"""Metrics of translations: BLEU and chrF from sacreBLEU, with signatures; exact match."""
 
 from __future__ import annotations
 
@@ -32,31 +32,45 @@ class CorpusScore:
 class Evaluation:
     """Scores of translations against their references."""
 
-    bleu: CorpusScore
-    chrf: CorpusScore
+    scores: Mapping[str, CorpusScore]
+    """By their names in ``METRICS``."""
     exact_match: float
     """Fraction of lines that equal their reference, from 0 to 1."""
 
+    @property
+    def bleu(self) -> CorpusScore:
+        """BLEU."""
+        return self.scores["bleu"]
+
+    @property
+    def chrf(self) -> CorpusScore:
+        """chrF2."""
+        return self.scores["chrf"]
+
     def __str__(self) -> str:
-        return f"{self.bleu}\n{self.chrf}\nexact match {self.exact_match:.2%}"
+        lines = [*map(str, self.scores.values()), f"exact match {self.exact_match:.2%}"]
+        return "\n".join(lines)
 
 
 def evaluate(
     hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a"
 ) -> Evaluation:
-    """Compute BLEU, chrF and exact match, as reported by train.py and decode.py.
+    """Compute all metrics and exact match, as reported by train.py and decode.py.
 
     Takes the same arguments and raises the same errors as ``bleu``.
     """
-    bleu_score = bleu(hypotheses, references, tokenize=tokenize)
-    chrf_score = chrf(hypotheses, references)
+    scores = {
+        name: metric.score(hypotheses, references, tokenize) for name, metric in METRICS.items()
+    }
     matches = sum(hypothesis == reference for hypothesis, reference in zip(hypotheses, references))
-    return Evaluation(bleu_score, chrf_score, matches / len(references))
+    return Evaluation(scores, matches / len(references))
 
 
 class Metric(NamedTuple):
-    """A metric of the dev set's translations, computed during training."""
+    """A metric of translations, of the dev set during training and of other texts."""
 
+    label: str
+    """Name in messages."""
     score: Callable[[Sequence[str], Sequence[str], str], CorpusScore]
     """Takes hypotheses, references and ``training.bleu_tokenize``."""
     higher_is_better: bool = True
@@ -64,10 +78,12 @@ class Metric(NamedTuple):
 
 METRICS = {
     "bleu": Metric(
-        lambda hypotheses, references, tokenize: bleu(hypotheses, references, tokenize=tokenize)
+        "BLEU",
+        lambda hypotheses, references, tokenize: bleu(hypotheses, references, tokenize=tokenize),
     ),
+    "chrf": Metric("chrF", lambda hypotheses, references, _: chrf(hypotheses, references)),
 }
-"""Metrics by their names in ``training.select_by``."""
+"""Metrics by their names in log entries and in ``training.select_by``."""
 
 
 def selection_score(select_by: str, metrics: Mapping[str, Any]) -> float:

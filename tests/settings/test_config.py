@@ -5,12 +5,17 @@ import dataclasses
 import operator
 import re
 import traceback
+import typing
 from pathlib import Path
 
 import pytest
 
+from transformer_jax.data.sources import FILE_READERS
 from transformer_jax.decoding.constraints import Constraints
+from transformer_jax.decoding.engine import SEARCH_METHODS
 from transformer_jax.errors import UserError
+from transformer_jax.evaluation import METRICS
+from transformer_jax.model.layers import ACTIVATIONS
 from transformer_jax.settings.config import (
     Config,
     DataConfig,
@@ -23,6 +28,7 @@ from transformer_jax.settings.config import (
     TrainingConfig,
 )
 from transformer_jax.settings.config_files import flatten, from_json, load_config_file, to_json
+from transformer_jax.training.optimizer import DECAYS, OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted({*(ROOT / "configs").glob("*.py")} - {ROOT / "configs" / "table3.py"})
@@ -244,6 +250,34 @@ def test_json_of_earlier_versions_has_the_exact_stopping_rule() -> None:
 
 def test_json_accepts_integers_for_floats() -> None:
     assert from_json('{"model": {"dropout": 0}}').model.dropout == 0
+
+
+def allowed_values(section: type, field: str) -> set[str]:
+    """Return the names that a setting can have."""
+    kinds = [typing.get_type_hints(section)[field]]
+    names: set[str] = set()
+    for kind in kinds:
+        kinds += [part for part in typing.get_args(kind) if not isinstance(part, str)]
+        names |= {part for part in typing.get_args(kind) if isinstance(part, str)}
+    return names
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "table", "elsewhere"),
+    [
+        (ModelConfig, "activation", ACTIVATIONS, set()),
+        (OptimizerConfig, "name", OPTIMIZERS, set()),
+        (OptimizerConfig, "decay", DECAYS, set()),
+        (TrainingConfig, "select_by", METRICS, {"loss"}),
+        (DecodingConfig, "method", SEARCH_METHODS, set()),
+        (PairsConfig, "kind", FILE_READERS, {"text", "tfds", "none"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_name_that_a_setting_allows_is_in_the_table_that_implements_it(
+    section: type, field: str, table: dict[str, object], elsewhere: set[str]
+) -> None:
+    assert allowed_values(section, field) == table.keys() | elsewhere
 
 
 @pytest.mark.parametrize(

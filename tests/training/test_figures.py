@@ -211,7 +211,7 @@ def test_the_terminal_shows_what_the_files_have(run: SimpleNamespace) -> None:
         assert (
             f"step {entry['step']}: dev loss {entry['dev_loss']:.4f}, perplexity "
             f"{entry['dev_perplexity']:.3f}, accuracy {entry['dev_accuracy']:.2%}, "
-            f"BLEU {entry['dev_bleu']:.2f}"
+            f"BLEU {entry['dev_bleu']:.2f}, chrF {entry['dev_chrf']:.2f}"
         ) in lines
         # from the loss without smoothing, which is the perplexity's
         assert entry["dev_perplexity"] == pytest.approx(math.exp(entry["dev_nll"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
@@ -87,14 +87,14 @@ class ParallelText:
         kind = self.config.kind
         if kind in ("text", "none"):
             yield from self._read_text()
-        elif kind == "tfds":
-            for place, example in self._read_tfds():
-                yield self._pair(place, example, languages)
+            return
+        if kind == "tfds":
+            examples = self._read_tfds()
         else:
-            read = self._read_parquet if kind == "parquet" else self._read_lines
-            for [file] in self.files:
-                for place, example in read(file):
-                    yield self._pair(place, example, languages)
+            read_file = FILE_READERS[kind]
+            examples = chain.from_iterable(read_file(self, file) for [file] in self.files)
+        for place, example in examples:
+            yield self._pair(place, example, languages)
 
     def _pair(
         self, place: str, example: Mapping[str, Any], languages: Languages | None
@@ -185,15 +185,21 @@ class ParallelText:
             links.add((int(match[1]) + num_tags, int(match[2])))
         return links
 
-    def _read_lines(self, file: AnyPath) -> Iterator[_Example]:
-        """Yield the lines of a TSV or JSONL file. The fields of TSV are numbered from 1."""
+    def _read_tsv(self, file: AnyPath) -> Iterator[_Example]:
+        """Yield the lines of a TSV file. Their fields are numbered from 1."""
+        for place, line in self._named_lines(file):
+            yield place, {str(i): text for i, text in enumerate(line.split("\t"), 1)}
+
+    def _read_jsonl(self, file: AnyPath) -> Iterator[_Example]:
+        """Yield the objects of a JSONL file."""
+        for place, line in self._named_lines(file):
+            yield place, parse_object(line, place)
+
+    def _named_lines(self, file: AnyPath) -> Iterator[tuple[str, str]]:
+        """Yield the lines of a file, each with its name in messages. Hashes the file."""
         lines = decoded_lines(hashed_lines(file, self.hashes), str(file))
         for number, line in enumerate(lines, 1):
-            place = f"{file}, line {number}"
-            if self.config.kind == "jsonl":
-                yield place, parse_object(line, place)
-            else:
-                yield place, {str(i): text for i, text in enumerate(line.split("\t"), 1)}
+            yield f"{file}, line {number}", line
 
     def _read_parquet(self, file: AnyPath) -> Iterator[_Example]:
         """Yield the rows of a Parquet file. Reads only the columns with the text."""
@@ -255,6 +261,15 @@ class ParallelText:
                 f"TensorFlow Datasets cannot open {name!r}, split {split!r} (data.root = "
                 f"{self.root!r}): {text}"
             ) from None
+
+
+# Readers of one file with both sides, by its kind (``PairsConfig.kind``). They yield each pair as a
+# name for messages and its fields, and put the file's SHA-256 into ``hashes``.
+FILE_READERS: dict[str, Callable[[ParallelText, AnyPath], Iterator[_Example]]] = {
+    "tsv": ParallelText._read_tsv,
+    "jsonl": ParallelText._read_jsonl,
+    "parquet": ParallelText._read_parquet,
+}
 
 
 def _texts(

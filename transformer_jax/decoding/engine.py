@@ -31,7 +31,7 @@ from transformer_jax.decoding.scheduler import (
 )
 from transformer_jax.decoding.search import Hypothesis, SearchMethod, SearchResult, Sentence
 from transformer_jax.errors import UserError, short_repr
-from transformer_jax.model.matmul import check_int8
+from transformer_jax.model.matmul import check_weights
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.settings.config import (
     BeamSettings,
@@ -45,7 +45,7 @@ from transformer_jax.settings.config import (
 logger = logging.getLogger(__name__)
 
 # Search methods by their names in ``decoding.method``, with their settings.
-_METHODS: dict[str, tuple[type[SearchMethod], type[RankingSettings]]] = {
+SEARCH_METHODS: dict[str, tuple[type[SearchMethod], type[RankingSettings]]] = {
     "beam": (BeamSearch, BeamSettings),
     "sample": (Sampling, SamplingSettings),
 }
@@ -79,8 +79,7 @@ class Engine:
         token ids of ``config.suppress``; ``unscored_prefix_length`` is that of ``BeamSearch``.
         Raises ``UserError`` if ``config.weights`` is int8 without AVX-512 VNNI.
         """
-        if config.weights == "int8":
-            check_int8()
+        check_weights(config.weights)
         self.config = config
         self.method = _search_method(config, suppress, model.config, unscored_prefix_length)
         positions = model.config.position_limit
@@ -401,5 +400,5 @@ def _search_method(
         "constraints": Constraints(suppress=suppress, **constraint_settings),
         "unscored_prefix_length": unscored_prefix_length,
     }
-    method, settings = _METHODS[config.method]
+    method, settings = SEARCH_METHODS[config.method]
     return method(**common_settings, **vars(config.part(settings)))

@@ -110,7 +110,7 @@ def _relu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
     return y, jnp.where(y > 0, tangents[0], jnp.zeros((), y.dtype))
 
 
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": relu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
@@ -143,7 +143,7 @@ class FeedForward(nnx.Module):
     @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: Array, *, dropout_key: DropoutKey = None) -> Array:
         """Apply the network at every position. Returns [B, L, D]."""
-        activation = _ACTIVATIONS[self.activation]
+        activation = ACTIVATIONS[self.activation]
         hidden_BLF = self.inner(x_BLD)
         if self.gate is None:
             hidden_BLF = activation(hidden_BLF)

@@ -24,6 +24,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.settings.config import ModelConfig
 
 _INT8_MAX = 127
+_LARGEST_INTEGERS = {"int8": _INT8_MAX}  # of weights, by ``decoding.weights``
 
 # With at most this many rows, XLA's kernels for bfloat16 and int8 would spend much of the time on
 # rearranging the second matrix.
@@ -66,23 +67,29 @@ def is_mixed(dtype: Any) -> bool:
     return dtype == jnp.bfloat16 and _on_cpu()
 
 
-def check_int8() -> None:
-    """Raise ``UserError`` if matmuls of 8-bit integers are slow here."""
-    if not _on_cpu() or "avx512_vnni" not in cpu_flags():
+def is_quantized(weights: str) -> bool:
+    """Return True if this value of ``decoding.weights`` rounds matrices to integers."""
+    return weights in _LARGEST_INTEGERS
+
+
+def check_weights(weights: str) -> None:
+    """Raise ``UserError`` for quantized weights if matmuls of 8-bit integers are slow here."""
+    if is_quantized(weights) and (not _on_cpu() or "avx512_vnni" not in cpu_flags()):
         raise UserError(
-            "decoding.weights is 'int8', which needs a CPU with AVX-512 VNNI (avx512_vnni in "
+            f"decoding.weights is {weights!r}, which needs a CPU with AVX-512 VNNI (avx512_vnni in "
             "/proc/cpuinfo); expected 'auto' on this machine."
         )
 
 
-def quantize(equation: str, b: Array) -> tuple[Array, Array]:
-    """Round the second input of an ``einsum`` to int8, with one scale per output channel.
+def quantize(equation: str, b: Array, weights: str = "int8") -> tuple[Array, Array]:
+    """Round the second input of an ``einsum`` to integers, with one scale per output channel.
 
-    Returns the integers and ``scale``, which has the axes that are not summed.
+    ``weights`` is a quantized value of ``decoding.weights``. Returns the integers and ``scale``,
+    which has the axes that are not summed.
     """
     axes, out = equation.split(",")[1].split("->")
     summed = tuple(i for i, axis in enumerate(axes) if axis not in out)
-    scale = jnp.max(jnp.abs(b), summed, keepdims=True) / _INT8_MAX
+    scale = jnp.max(jnp.abs(b), summed, keepdims=True) / _LARGEST_INTEGERS[weights]
     integers = jnp.round(b / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
     return integers, scale.squeeze(summed)
 

@@ -20,7 +20,14 @@ from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.gpu import runs_kernels
 from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
 from transformer_jax.model.layers import Decoder, Embedding, Encoder, embedding_matrix
-from transformer_jax.model.matmul import compute_dtype, einsum, is_mixed, output_major, quantize
+from transformer_jax.model.matmul import (
+    compute_dtype,
+    einsum,
+    is_mixed,
+    is_quantized,
+    output_major,
+    quantize,
+)
 from transformer_jax.model.positions import segment_positions
 from transformer_jax.settings.checks import check_sizes, checked
 from transformer_jax.settings.config import ModelConfig
@@ -379,21 +386,21 @@ def with_cast_weights(model: M, weights: str = "auto") -> M:
     """Copy a model (or an ensemble) for a decoding loop, with its matrices rounded in advance.
 
     By default to ``compute_dtype``: outputs are bit-identical, but without this copy, XLA on a GPU
-    would cast every matrix in each step. If ``weights`` is int8, to 8-bit integers (``quantize``).
+    would cast every matrix in each step. With ``weights`` of int8, to integers (``quantize``).
     """
     model = nnx.clone(model)
     modules = [module for _, module in nnx.iter_modules(model)]
     for module in modules:
         if isinstance(module, Projection):
-            if weights == "int8":
-                kernel, scale = quantize(module.einsum_str, module.kernel[...])
+            if is_quantized(weights):
+                kernel, scale = quantize(module.einsum_str, module.kernel[...], weights)
                 module.kernel = nnx.Param(kernel)
                 module.scale = nnx.Param(scale)
             else:
                 for parameter in (module.kernel, module.bias):
                     if parameter is not None:
                         parameter.set_value(parameter[...].astype(module.dtype))
-            if weights == "int8" or is_mixed(module.dtype):
+            if is_quantized(weights) or is_mixed(module.dtype):
                 module.einsum_str, kernel = output_major(module.einsum_str, module.kernel[...])
                 module.kernel.set_value(kernel)
     for module in modules:
@@ -402,8 +409,8 @@ def with_cast_weights(model: M, weights: str = "auto") -> M:
                 for layer in module.decoder.layers:
                     layer.self_attention.merge_projections()
             matrix_VD = module.output_matrix_VD
-            if weights == "int8":
-                matrix_VD, scale_V = quantize(_LOGITS, matrix_VD)
+            if is_quantized(weights):
+                matrix_VD, scale_V = quantize(_LOGITS, matrix_VD, weights)
                 module.softmax_scale = nnx.Param(scale_V)
             else:
                 matrix_VD = matrix_VD.astype(compute_dtype(module.config))

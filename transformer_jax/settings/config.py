@@ -219,8 +219,8 @@ class ModelConfig(Section, prefix="model."):
 
     @property
     def is_gated(self) -> bool:
-        """True if the feed-forward layers have a gate."""
-        return self.activation in ("swiglu", "geglu")
+        """True if the feed-forward layers have a gate: a GLU variant, such as swiglu."""
+        return self.activation.endswith("glu")
 
     @property
     def position_limit(self) -> int:
@@ -555,10 +555,11 @@ class TrainingConfig(LossSettings, prefix="training."):
     log_every: Free[PositiveInt] = 50
     """Number of steps between entries in metrics.jsonl and TensorBoard."""
     eval_every: Free[PositiveInt] = 1000
-    """Number of steps between evaluations on the dev set: loss, perplexity, accuracy and BLEU."""
+    """Number of steps between evaluations on the dev set: loss, perplexity, accuracy, BLEU and
+    chrF."""
     bleu_sentences: Free[Count] = 1000
-    """Number of sentences to translate with beam search for BLEU, from the start of the dev set; 0:
-    no BLEU on the dev set."""
+    """Number of sentences to translate with beam search for BLEU and chrF, from the start of the
+    dev set; 0: only the dev loss."""
     bleu_tokenize: Free[BleuTokenizer] = "13a"
     """sacreBLEU's tokenizer; none: the text is already tokenized and is scored as is."""
     checkpoint_every: Free[PositiveInt] = 1000
@@ -571,7 +572,7 @@ class TrainingConfig(LossSettings, prefix="training."):
     These are the last checkpoints or, after early stopping, the best checkpoint on the dev set and
     the checkpoints before it; 1: a single checkpoint. auto: the average of 1 to keep_checkpoints
     checkpoints with the lowest dev loss or, without data.dev, only the last checkpoint."""
-    select_by: Free[Literal["loss", "bleu"]] = "loss"
+    select_by: Free[Literal["loss", "bleu", "chrf"]] = "loss"
     """Dev-set metric for selecting the best checkpoint and for early stopping."""
     patience: Free[Count] = 0
     """Early stopping after this many evaluations without improvement in select_by; 0: off."""

@@ -70,11 +70,11 @@ class Evaluator:
         translations = self._translate(parameters, pairs)
         references = [pair.target for pair in pairs]
         tokenize = self._training_config.bleu_tokenize
-        for name, metric in METRICS.items():
-            metrics[f"dev_{name}"] = metric.score(translations, references, tokenize).value
+        for name, score in evaluate(translations, references, tokenize=tokenize).scores.items():
+            metrics[f"dev_{name}"] = score.value
         for languages, scores in by_languages(pairs, translations, tokenize).items():
-            metrics[f"dev_bleu_{languages}"] = scores["bleu"]
-            metrics[f"dev_chrf_{languages}"] = scores["chrf"]
+            for name in METRICS:
+                metrics[f"dev_{name}_{languages}"] = scores[name]
         lines = zip(("source", "reference", "translation"), (*pairs[0][:2], translations[0]))
         return metrics, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
@@ -107,7 +107,7 @@ class Evaluator:
             "sentences": len(references),
             "exact_match": scores.exact_match,
         }
-        for name, score in (("bleu", scores.bleu), ("chrf", scores.chrf)):
+        for name, score in scores.scores.items():
             metrics[name] = score.value
             metrics[f"{name}_signature"] = score.signature
         if languages := by_languages(pairs, translations, tokenize):
@@ -152,7 +152,7 @@ class Evaluator:
 def by_languages(
     pairs: Sequence[TextPair], translations: Sequence[str], tokenize: str
 ) -> dict[str, dict[str, Any]]:
-    """Return the number of sentences, BLEU and chrF of each pair of languages; {} if there is only
+    """Return the number of sentences and the metrics of each pair of languages; {} if there is only
     one.
     """
     lines: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
@@ -167,7 +167,6 @@ def by_languages(
         evaluation = evaluate(hypotheses, references, tokenize=tokenize)
         scores[format_languages(languages)] = {
             "sentences": len(references),
-            "bleu": evaluation.bleu.value,
-            "chrf": evaluation.chrf.value,
+            **{name: score.value for name, score in evaluation.scores.items()},
         }
     return scores

@@ -21,16 +21,17 @@ from transformer_jax.devices.sharding import map_named
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import OptimizerConfig
 
-# Learning rates after warm-up, as fractions of the peak. The arguments are the step, from 1; the
-# number of warm-up steps; and the progress of the decay, above 0 after warm-up and below 1 at the
-# last step, or None unless ``OptimizerConfig.decays_to_end``.
 DECAYS: dict[str, Callable[[Array, int, Any], Array]] = {
     "inverse_sqrt": lambda step, warmup, _: jnp.sqrt(warmup / step),
     "constant": lambda step, warmup, _: jnp.ones_like(step),
     "linear": lambda step, warmup, progress: jnp.maximum(1 - progress, 0),
     "cosine": lambda step, warmup, progress: (1 + jnp.cos(jnp.pi * jnp.minimum(progress, 1))) / 2,
 }
+"""Learning rates after warm-up, as fractions of the peak, by their names in ``optimizer.decay``.
 
+The arguments are the step, from 1; the number of warm-up steps; and the progress of the decay,
+above 0 after warm-up and below 1 at the last step, or None unless
+``OptimizerConfig.decays_to_end``."""
 
 VOCABULARY_MATRIX = re.compile(r"(^|\.)matrix$|^softmax_matrix$")
 """Names of matrices with a row for each token."""
@@ -70,14 +71,9 @@ def make_optimizer(
     The state has the same structure for all settings but ``name``, so a run can resume with
     different settings.
     """
-    optimizers = {
-        "adam": lambda: optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-        "adafactor": _adafactor,
-        "muon": lambda: _muon(config),
-    }
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        optimizers[config.name](),
+        OPTIMIZERS[config.name](config),
         optax.masked(
             optax.add_decayed_weights(config.weight_decay)
             if config.weight_decay
@@ -88,7 +84,11 @@ def make_optimizer(
     )
 
 
-def _adafactor() -> optax.GradientTransformation:
+def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+
+
+def _adafactor(_: OptimizerConfig) -> optax.GradientTransformation:
     """Scale gradients by Adafactor's rule (Shazeer & Stern 2018, algorithm 4) with T5's settings.
 
     The updates have an RMS of at most 1, times the parameter's RMS. No momentum.
@@ -127,6 +127,15 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
         consistent_rms=0.2,
         muon_weight_dimension_numbers=partial(map_named, axes),
     )
+
+
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
+    "adam": _adam,
+    "adafactor": _adafactor,
+    "muon": _muon,
+}
+"""Optimizers by their names in ``optimizer.name``. They return updates before the learning rate, in
+the direction of the gradient."""
 
 
 def _merged(parameters: Any) -> Any:

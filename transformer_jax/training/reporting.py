@@ -18,6 +18,7 @@ from rich.progress import Progress as ProgressBar
 
 from transformer_jax.devices.distributed import is_first
 from transformer_jax.errors import LossyStream, UserError, one_line
+from transformer_jax.evaluation import METRICS
 from transformer_jax.settings.config import Config
 from transformer_jax.storage.files import parse_object, write_atomically
 
@@ -107,10 +108,15 @@ class Reporter:
             f"perplexity {metrics['dev_perplexity']:.3f}, accuracy {metrics['dev_accuracy']:.2%}"
         )
         if example:
-            text += f", BLEU {metrics['dev_bleu']:.2f}"
-            for name, value in metrics.items():
-                if name.startswith("dev_bleu_"):
-                    text += f", {name.removeprefix('dev_bleu_')} {value:.2f}"
+            for name, metric in METRICS.items():
+                text += f", {metric.label} {metrics[f'dev_{name}']:.2f}"
+                languages = [
+                    f"{key.removeprefix(f'dev_{name}_')} {value:.2f}"
+                    for key, value in metrics.items()
+                    if key.startswith(f"dev_{name}_")
+                ]
+                if languages:
+                    text += f" ({', '.join(languages)})"
             text += f"\n{example}"
         self.say(text)
 

@@ -13,6 +13,7 @@ import jax
 
 from transformer_jax.devices.distributed import is_first
 from transformer_jax.devices.machine import num_cores, peak_memory_bytes
+from transformer_jax.evaluation import METRICS
 from transformer_jax.runs.averaging import describe_steps
 from transformer_jax.storage.files import write_atomically
 from transformer_jax.training.evaluator import Evaluator
@@ -95,7 +96,10 @@ def write_summary(
             summary["test"], scores = evaluator.test(parameters)
             reporter.say(f"test, {model}: {scores}")
             for languages, values in summary["test"].get("languages", {}).items():
-                reporter.say(f"{languages}: BLEU {values['bleu']:.2f}, chrF {values['chrf']:.2f}")
+                scores_of_pair = ", ".join(
+                    f"{metric.label} {values[name]:.2f}" for name, metric in METRICS.items()
+                )
+                reporter.say(f"{languages}: {scores_of_pair}")
         end = f"done at step {step}"
         if stopped_early:
             end = (

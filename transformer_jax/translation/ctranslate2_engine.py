@@ -23,6 +23,7 @@ from transformer_jax.settings.config import Config, DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _MAX_LENGTH = 2**16
+_COMPUTE_TYPES = {"auto": "float32", "int8": "int8"}  # by ``decoding.weights``
 
 
 def check_search(config: DecodingConfig) -> None:
@@ -31,6 +32,11 @@ def check_search(config: DecodingConfig) -> None:
         raise UserError(
             f"decoding.method is {config.method!r}; expected 'beam'. CTranslate2's samples of a "
             "line depend on other lines."
+        )
+    if config.weights not in _COMPUTE_TYPES:
+        raise UserError(
+            f"decoding.weights is {config.weights!r}; expected {' or '.join(_COMPUTE_TYPES)} with "
+            "CTranslate2."
         )
 
 
@@ -42,6 +48,7 @@ class CTranslate2Engine:
 
     Attributes:
       num_workers: number of calls that run at the same time.
+      compute_type: data type of weights and matmuls.
       search_settings: the keyword arguments of ``translate_batch``.
     """
 
@@ -52,6 +59,7 @@ class CTranslate2Engine:
         with needs_extra("export"):
             import ctranslate2
         decoding = config.decoding
+        self.compute_type = _COMPUTE_TYPES[decoding.weights]
         self.num_workers = num_cores()
         self.search_settings = to_ctranslate2(config, tokenizer)
         self._tokenizer = tokenizer
@@ -64,7 +72,7 @@ class CTranslate2Engine:
         try:
             self._model = ctranslate2.Translator(
                 str(folder),
-                compute_type="int8" if decoding.weights == "int8" else "float32",
+                compute_type=self.compute_type,
                 inter_threads=self.num_workers,
                 intra_threads=1,
             )

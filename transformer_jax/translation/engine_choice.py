@@ -55,7 +55,7 @@ def choose_engine(
     logger.info(
         "Engine ctranslate2, in %s. Some translations differ from --engine jax: it stops earlier, "
         "and computes in another precision.",
-        "int8" if config.weights == "int8" else "float32",
+        engine.compute_type,
     )
     return engine
 
