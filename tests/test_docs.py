@@ -192,7 +192,7 @@ How do I score translations? | decoding.md#scoring | --score-targets
 How do I print an n-best list? | decoding.md#n-best-lists-and-alignments | --nbest 4
 How do I translate HTML? | markup.md#html-xml-and-placeholders | --format html
 How do I enforce terms? | markup.md#glossaries | --glossary
-How do I put the server behind nginx? | serving.md#behind-a-proxy | nginx
+How do I put the server behind nginx? | deployment.md#behind-a-proxy | nginx
 Which limits does the server have? | serving.md#limits | --max-characters
 How do I train on Slurm? | clusters.md#slurm | sbatch
 How do I shard the optimizer state? | training.md#several-devices | --mesh.fsdp

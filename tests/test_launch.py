@@ -206,7 +206,7 @@ def test_image_of_the_service() -> None:
     # the volume is for compiled functions, and belongs to the user
     [volume] = found["VOLUME"]
     assert found["ENV"] == [f"XDG_CACHE_HOME={volume}"] and found["RUN"][-1].endswith(volume)
-    page = (ROOT / "docs" / "serving.md").read_text()
+    page = (ROOT / "docs" / "deployment.md").read_text()
     assert f":{model}:ro" in page and f":{volume} " in page
     [waiting] = re.findall(r"--stop-timeout (\d+)", page)
     assert int(waiting) >= arguments.timeout + 5  # longer than a request can take
