@@ -123,7 +123,7 @@ def test_new_symbols_and_languages_keep_the_others(tokenizer: Tokenizer, tmp_pat
     assert loaded.languages.tokens == tokenizer.languages.tokens | {"it": "<2it>"}
     tags = ["<2de>", "<2en>", "<2fr>", "<2it>"]
     assert sorted(loaded.source.tokens(loaded.source.vocabulary.languages)) == tags
-    assert loaded.new_rows(["it:fr"]) == {35: tokenizer.source.ids(["<2fr>"])}
+    assert loaded.new_rows == {35: tokenizer.source.ids(["<2fr>"])}
     separate = Tokenizer.from_models(tokenizer.source.model, tokenizer.target.model)
     separate = separate.with_new_languages(["de"])
     with pytest.raises(UserError, match="expected codes without a relative, because source and"):

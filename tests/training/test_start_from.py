@@ -83,6 +83,45 @@ def test_new_symbols_extend_the_vocabulary(general: Path, tmp_path: Path) -> Non
     assert load_model(tmp_path / "run")[0].model.vocab_size == len(old) + 1
 
 
+def test_new_pieces_start_from_the_mean_of_their_parts(general: Path, tmp_path: Path) -> None:
+    """They are learned from the training text; a run on top does not add them again."""
+    config = _own_text(tmp_path, general)
+    config = changed(config, tokenizer={"new_pieces": "5"})
+    with prepare(config, tmp_path / "run", devices=ONE) as run:
+        new_D = np.asarray(run.state.parameters["target_embedding"]["matrix"])
+        tokenizer = run.tokenizer
+    old = Tokenizer.load(general)
+    old_D = np.asarray(_parameters(general)["target_embedding"]["matrix"])
+    assert [*tokenizer.new_rows] == [*range(len(old_D), len(old_D) + 5)] and len(new_D) == len(
+        old_D
+    ) + 5
+    np.testing.assert_array_equal(new_D[: len(old_D)], old_D)
+    for number, start in tokenizer.new_rows.items():
+        assert start == old.source.part_ids(tokenizer.source.tokens([number])[0])
+        np.testing.assert_allclose(new_D[number], old_D[start].mean(0), rtol=1e-6)
+    [before], [after] = old.source.encode(["zwei drei"]), tokenizer.source.encode(["zwei drei"])
+    assert len(after) < len(before)
+    train(config, tmp_path / "run", devices=ONE)
+    on_top = changed(config, training={"start_from": str(tmp_path / "run")})
+    with prepare(on_top, tmp_path / "on top", devices=ONE) as run:
+        assert run.tokenizer.fingerprint == tokenizer.fingerprint
+    for setting, message in (
+        ("500", "fewer than .* different merges"),
+        (str(tmp_path / "missing"), "missing', which cannot be read .*; expected a number, or"),
+    ):
+        with (
+            pytest.raises(UserError, match=message),
+            prepare(changed(config, tokenizer={"new_pieces": setting}), tmp_path / "bad"),
+        ):
+            pass
+    from_scratch = changed(config, training={"start_from": ""})
+    with (
+        pytest.raises(UserError, match="tokenizer.new_pieces is '5'; expected '', unless training"),
+        prepare(from_scratch, tmp_path / "scratch"),
+    ):
+        pass
+
+
 def test_start_from_a_single_checkpoint(general: Path, tmp_path: Path) -> None:
     config = _own_text(tmp_path, general / "checkpoints" / "00000005")
     with prepare(config, tmp_path / "run", devices=ONE) as run:

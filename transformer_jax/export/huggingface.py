@@ -15,7 +15,7 @@ from transformer_jax.pretrained.export_files import check_fields, write_json, wr
 from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.marian import MarianFiles
-from transformer_jax.pretrained.new_languages import describe_new_languages
+from transformer_jax.pretrained.new_tokens import describe_new_tokens
 from transformer_jax.pretrained.search_settings import length_limits, to_transformers
 from transformer_jax.pretrained.weights import to_library, with_biases
 from transformer_jax.tokenization.segmenters import JsonSegmenter
@@ -73,8 +73,8 @@ def unzip_pretrained(tokenizer: Tokenizer, folder: Path) -> Pretrained:
         archive.extractall(folder)
     if isinstance(tokenizer.source.segmenter, JsonSegmenter):
         (folder / "tokenizer.json").write_bytes(tokenizer.source.model)
-    if (folder / "config.json").exists():  # Marian's own files have no languages
-        describe_new_languages(folder, tokenizer)
+    if (folder / "config.json").exists():  # Marian's own files cannot have any
+        describe_new_tokens(folder, tokenizer)
     return Pretrained(folder)
 
 

@@ -262,6 +262,13 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     of the new language in the embedding matrix starts as a copy of its relative's, and is trained
     even if the matrix is frozen. A model trained from scratch: CODE, the language of a target,
     whose tag <2CODE> stands in front of the source."""
+    new_pieces: FixedOnResume[str] = ""
+    """Fine-tuning: subwords to add to the model, for a script or a language that its tokenizer does
+    not know or splits into too many: a number to learn from the training text (in new_languages, if
+    any), or a file with one on each line, where ▁ is a space. The row of a new subword in the
+    embedding matrix starts from the mean of its old subwords' rows, and is trained even if the
+    matrix is frozen. Text that has none of them is split as before. Requires a tokenizer of BPE or
+    unigram; '': none."""
     max_training_sentences: Fixed[PositiveInt] = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     bpe_dropout: FixedOnResume[Fraction] = 0.0
@@ -293,6 +300,11 @@ class TokenizerConfig(Section, prefix="tokenizer."):
             "new_languages",
             all(map(form.fullmatch, self.new_languages)) and len({*codes}) == len(codes),
             "different codes, each as CODE or CODE:RELATIVE, such as mic_Latn:fra_Latn",
+        )
+        yield (
+            "new_pieces",
+            not self.new_pieces.isdecimal() or int(self.new_pieces) > 0,
+            "a positive number, a file or ''",
         )
         yield (
             "target_model",
@@ -789,6 +801,11 @@ class Config(Section):
             "tokenizer.new_languages",
             bool(self.training.start_from) or not has_relatives,
             "codes without a relative, unless training.start_from is a model that has it",
+        )
+        yield (
+            "tokenizer.new_pieces",
+            bool(self.training.start_from) or not self.tokenizer.new_pieces,
+            "'', unless training.start_from is a model to add them to",
         )
         declared_tags = {"", *self.tokenizer.user_defined_symbols}
         for name in ("train", "dev", "test"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from typing import TypeVar
 
 import sentencepiece
 
@@ -11,10 +12,12 @@ from transformer_jax.errors import UserError
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.tokenization.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
+T = TypeVar("T")
 
-def evenly_spread(pairs: Iterable[tuple[str, str]], limit: int) -> list[tuple[str, str]]:
+
+def evenly_spread(pairs: Iterable[T], limit: int) -> list[T]:
     """Keep every k-th pair, for the smallest power of two k that leaves at most ``limit`` pairs."""
-    sample: list[tuple[str, str]] = []
+    sample: list[T] = []
     stride = 1
     for index, pair in enumerate(pairs):
         if index % stride == 0:
@@ -56,3 +59,35 @@ def learn(lines: Iterable[str], config: TokenizerConfig) -> bytes:
             f"tokenizer.character_coverage = {config.character_coverage}: {error}"
         ) from None
     return model.getvalue()
+
+
+def learn_merges(words: Iterable[str], count: int, num_characters: int) -> list[str]:
+    """Learn ``count`` merges of BPE from words of ``num_characters`` different characters, whatever
+    these are. Returns the merged strings in the order in which they are made.
+
+    Raises ``UserError`` if the words have fewer merges.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(words),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=1 + num_characters + count,
+            character_coverage=1.0,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            split_by_unicode_script=False,
+            split_by_number=False,
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError:
+        raise UserError(
+            f"The training text in the new language has fewer than {count} different merges of "
+            "subwords; expected a lower tokenizer.new_pieces, or more text."
+        ) from None
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return [processor.id_to_piece(number) for number in range(1, 1 + count)]

@@ -5,8 +5,11 @@ A segmenter knows nothing of special tokens, languages or the ids of a model (``
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +18,9 @@ from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.tokenization.subword_sampling import SubwordSampler, SubwordSampling
+
+_WORD = "▁?[^▁]+|▁"
+_PREFERENCE = 0.1  # in nats; another old piece costs more
 
 
 class Segmenter(Protocol):
@@ -40,6 +46,19 @@ class Segmenter(Protocol):
 
     def decode_ids(self, own_ids: Sequence[int]) -> str:
         """Join the pieces with these own ids into text."""
+
+    def words(self, line: str) -> list[str]:
+        """Split a line into words, normalized and spelled as pieces are: ▁ is a space."""
+
+    def parts(self, word: str) -> list[str]:
+        """Split a word, spelled as pieces are, into pieces. Unknown text becomes characters."""
+
+    def with_pieces(self, pieces: Sequence[str]) -> Segmenter:
+        """Return a copy with ``pieces`` appended, which it prefers to their parts.
+
+        A text in which none of them occurs is split as before. Raises ``UserError`` if the
+        algorithm is not BPE or a unigram model of characters.
+        """
 
 
 class SentencePieceSegmenter:
@@ -92,6 +111,52 @@ class SentencePieceSegmenter:
         """Join the pieces with these own ids into text."""
         text: str = self.processor.decode(list(own_ids))
         return text.removesuffix(" ") if self._has_space_suffix else text
+
+    @cached_property
+    def _word_processor(self) -> Any:
+        """The processor of ``words``, which are normalized and have their spaces."""
+        proto = model_proto(self.content)
+        proto.normalizer_spec.precompiled_charsmap = b""
+        proto.normalizer_spec.add_dummy_prefix = False
+        proto.normalizer_spec.remove_extra_whitespaces = False
+        proto.trainer_spec.byte_fallback = False  # unknown text stays text
+        for piece in proto.pieces:
+            if piece.type == piece.BYTE:
+                piece.type = piece.UNUSED
+        return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+
+    def words(self, line: str) -> list[str]:
+        """Split a line into words, normalized and spelled as pieces are: ▁ is a space."""
+        pattern = "[^▁]*▁|[^▁]+" if self._has_space_suffix else _WORD
+        return re.findall(pattern, self.processor.normalize(line))
+
+    def parts(self, word: str) -> list[str]:
+        """Split a word, spelled as pieces are, into pieces. Unknown text becomes characters."""
+        surfaces = self._word_processor.encode(word, out_type=str)
+        return _known_parts(surfaces, self._known_pieces)
+
+    @cached_property
+    def _known_pieces(self) -> set[str]:
+        return {*self.pieces}
+
+    def with_pieces(self, pieces: Sequence[str]) -> SentencePieceSegmenter:
+        """Return a copy with ``pieces`` appended, which it prefers to their parts.
+
+        Raises ``UserError`` for an algorithm other than BPE and unigram.
+        """
+        proto = model_proto(self.content)
+        scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == piece.NORMAL}
+        if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
+            new_scores = _unigram_scores(pieces, self.parts, scores)
+        elif proto.trainer_spec.model_type == proto.trainer_spec.BPE:
+            # Merges are made in the order of scores.
+            first_score = min(scores.values()) - 1
+            new_scores = [first_score - rank for rank in range(len(pieces))]
+        else:
+            raise _cannot_have_pieces("the SentencePiece model's algorithm is word or char")
+        for piece, score in zip(pieces, new_scores):
+            proto.pieces.add(piece=piece, score=score, type=proto.SentencePiece.NORMAL)
+        return SentencePieceSegmenter(proto.SerializeToString())
 
     def with_symbols(self, symbols: Sequence[str]) -> SentencePieceSegmenter:
         """Return a copy with missing ``symbols`` appended as user-defined symbols."""
@@ -178,6 +243,61 @@ class JsonSegmenter:
         tokenizer.add_tokens([addition])
         return JsonSegmenter(tokenizer.to_str().encode())
 
+    def words(self, line: str) -> list[str]:
+        """Split a line into words, normalized and spelled as pieces are: ▁ is a space."""
+        if self._tokenizer.normalizer is not None:
+            line = self._tokenizer.normalizer.normalize_str(line)
+        words = [line]
+        if self._tokenizer.pre_tokenizer is not None:
+            words = [word for word, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(line)]
+        return [part for word in words for part in re.findall(_WORD, word)]
+
+    def parts(self, word: str) -> list[str]:
+        """Split a word, spelled as pieces are, into pieces. Unknown text becomes characters."""
+        spans = dict.fromkeys(token.offsets for token in self._tokenizer.model.tokenize(word))
+        content = word.encode()  # which the offsets count
+        surfaces = [content[start:end].decode() for start, end in spans]
+        return _known_parts(surfaces, self._known_pieces)
+
+    @cached_property
+    def _known_pieces(self) -> set[str]:
+        return {*self._tokens.values()}
+
+    def with_pieces(self, pieces: Sequence[str]) -> JsonSegmenter:
+        """Return a copy with ``pieces`` after all tokens, which it prefers to their parts.
+
+        Raises ``UserError`` if tokens are bytes, or for an algorithm other than BPE and unigram.
+        """
+        content = json.loads(self.content)
+        model = content["model"]
+        is_bpe = model["type"] == "BPE"
+        if "ByteLevel" in json.dumps(content["pre_tokenizer"]) or self._byte_of_id:
+            raise _cannot_have_pieces("the model's tokens are bytes")
+        if not is_bpe and model["type"] != "Unigram":
+            raise _cannot_have_pieces(f"the algorithm of tokenizer.json is {model['type']}")
+        if is_bpe and model.get("byte_fallback"):
+            raise _cannot_have_pieces("BPE in tokenizer.json splits unknown text into bytes")
+        first_id = max(self._tokens) + 1
+        vocabulary = model["vocab"]
+        # Tokens that the file adds have to be in its vocabulary: the library numbers those that are
+        # not, such as languages, after the new pieces.
+        if is_bpe:
+            vocabulary |= {token: i for i, token in self._tokens.items()}
+            vocabulary |= {piece: first_id + rank for rank, piece in enumerate(pieces)}
+            merges = [
+                (piece[:end], piece[end:]) for piece in pieces for end in range(1, len(piece))
+            ]
+            is_text = any(isinstance(merge, str) for merge in model["merges"])
+            for pair in merges:
+                if pair[0] in vocabulary and pair[1] in vocabulary:
+                    model["merges"].append(" ".join(pair) if is_text else pair)
+        else:
+            scores = _unigram_scores(pieces, self.parts, dict(vocabulary))
+            for i in range(len(vocabulary), first_id):
+                vocabulary.append([self._tokens.get(i, f"<unused_{i}>"), 0.0])
+            vocabulary.extend(zip(pieces, scores))
+        return JsonSegmenter(json.dumps(content, ensure_ascii=False).encode())
+
     def affix_ids(self, line: str) -> tuple[list[int], list[int]]:
         """Return the ids that the file's post-processor puts before and after a line."""
         without_special = self._tokenizer.encode(line, add_special_tokens=False).ids
@@ -210,6 +330,42 @@ class JsonSegmenter:
             text = bytes(self._byte_of_id[i] for i in own_ids if i in self._byte_of_id)
             return text.decode(errors="ignore").strip()
         return self._tokenizer.decode(list(own_ids)).replace("▁", " ").strip()
+
+
+def _known_parts(surfaces: Iterable[str], known_pieces: set[str]) -> list[str]:
+    """Split surfaces that are not pieces into characters."""
+    parts = list[str]()
+    for surface in surfaces:
+        parts.extend([surface] if surface in known_pieces else surface)
+    return parts
+
+
+def _unigram_scores(
+    pieces: Sequence[str], parts: Callable[[str], list[str]], scores: Mapping[str, float]
+) -> list[float]:
+    """Return scores with which a unigram model prefers new pieces to their ``parts``.
+
+    A piece has the score of its parts and more. Its score stays within those of the old pieces,
+    whose lowest determines the score of unknown text. More parts are worth more, so a piece wins
+    against others inside it. Of two with equally many parts, the earlier one has the higher score.
+    """
+    lowest = min(scores.values())
+    highest = max(scores.values())
+    unknown = lowest - 10  # as in SentencePiece and tokenizers
+    new_scores = []
+    for rank, piece in enumerate(pieces):
+        piece_parts = parts(piece)
+        score = sum(scores.get(part, unknown) for part in piece_parts)
+        preference = len(piece_parts) - 1 + (1 - rank / len(pieces)) / 2
+        new_scores.append(min(highest, max(lowest, score) + _PREFERENCE * preference))
+    return new_scores
+
+
+def _cannot_have_pieces(reason: str) -> UserError:
+    return UserError(
+        f"tokenizer.new_pieces cannot be added, because {reason}; expected a model with subwords "
+        "of characters (BPE or unigram)."
+    )
 
 
 def model_proto(model: bytes) -> Any:

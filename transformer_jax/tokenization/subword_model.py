@@ -190,11 +190,7 @@ class SubwordModel:
             return SubwordModel(segmenter.with_symbols(tokens), languages=[*old, *tokens])
         vocabulary = self.vocabulary
         if isinstance(segmenter, SentencePieceSegmenter) and model in segmenter.pieces:
-            raise UserError(
-                "tokenizer.new_languages needs a tokenizer.json file in the pretrained model; "
-                "transformers writes it: AutoTokenizer.from_pretrained(NAME)"
-                ".save_pretrained(FOLDER)."
-            )
+            raise _needs_tokenizer_json("tokenizer.new_languages")
         for new_token in tokens:
             if new_token in vocabulary.id_of:
                 raise UserError(
@@ -207,6 +203,54 @@ class SubwordModel:
                 number = next(i for i, token in segmenter.tokens.items() if token == new_token)
             vocabulary = vocabulary.with_language(new_token, number, vocabulary.id_of[model])
         return SubwordModel(segmenter, vocabulary)
+
+    def with_pieces(self, pieces: Sequence[str]) -> SubwordModel:
+        """Return a copy with new subwords, which are chosen where text has them. Existing ids do
+        not change.
+
+        Raises ``UserError`` if a piece exists or would never be chosen, and for a model whose
+        subwords are bytes or whose ids of new subwords transformers would not know.
+        """
+        vocabulary = self.vocabulary
+        existing = [piece for piece in pieces if piece in vocabulary.id_of]
+        if existing:
+            raise UserError(
+                f"tokenizer.new_pieces has {short_repr(existing[0])}, which exists in the "
+                "vocabulary; expected new subwords only."
+            )
+        if isinstance(self.segmenter, SentencePieceSegmenter) and not self.has_own_vocabulary:
+            # transformers numbers languages and sentinels after the pieces, and CTranslate2 expects
+            # Marian's PAD at the end.
+            raise _needs_tokenizer_json("tokenizer.new_pieces")
+        segmenter = self.segmenter.with_pieces(pieces)
+        unreachable = [piece for piece in pieces if segmenter.parts(piece) != [piece]]
+        if unreachable:
+            raise UserError(
+                f"tokenizer.new_pieces has {short_repr(unreachable[0])}, which would never be "
+                f"chosen (nor would {len(unreachable) - 1} others): the tokenizer normalizes it, "
+                "or it is not the merge of two shorter subwords. Expected pieces as they are in "
+                "the vocabulary (▁ is a space), and for BPE, their parts as well."
+            )
+        if self.has_own_vocabulary:
+            return SubwordModel(segmenter, languages=self.tokens(self.vocabulary.languages))
+        ids = {token: i for i, token in segmenter.tokens.items()}
+        return SubwordModel(segmenter, vocabulary.with_ids({piece: ids[piece] for piece in pieces}))
+
+    def part_ids(self, piece: str) -> list[int]:
+        """Return the ids of the subwords that a word, spelled as they are, is split into."""
+        ids = []
+        for part in self.segmenter.parts(piece):
+            byte_tokens = [f"<0x{byte:02X}>" for byte in part.encode()]
+            is_bytes = part not in self.vocabulary.id_of and byte_tokens[0] in self.vocabulary.id_of
+            ids += self.ids(byte_tokens if is_bytes else [part])
+        return ids
+
+
+def _needs_tokenizer_json(setting: str) -> UserError:
+    return UserError(
+        f"{setting} needs a tokenizer.json file in the pretrained model; transformers writes it "
+        "(not for M2M100 and Marian): AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
+    )
 
 
 def _prefix(pattern: re.Pattern[str], line: str) -> str:

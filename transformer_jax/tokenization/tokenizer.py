@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -53,6 +53,9 @@ class Tokenizer:
     _: KW_ONLY
     languages: Languages = field(default_factory=Languages)
     """Tokens around a source and before a target."""
+    new_rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Ids of the tokens that fine-tuning added (languages, pieces). Each has the ids of the tokens
+    whose mean its row in the embedding matrix starts from."""
     pretrained: bytes = b""
     """The original files of an imported model, which an export needs, as a zip archive."""
 
@@ -91,7 +94,8 @@ class Tokenizer:
             tokenizer = cls.from_models(*models).with_symbols(symbols)
         else:
             tokenizer = cls.from_models(*cls._learn(pairs, config))
-        return tokenizer.with_new_languages(config.new_languages)
+        tokenizer = tokenizer.with_new_languages(config.new_languages)
+        return replace(tokenizer, new_rows={})  # all rows are new
 
     @staticmethod
     def _learn(pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> list[bytes]:
@@ -129,6 +133,10 @@ class Tokenizer:
                 sides[0],
                 sides[-1],
                 languages=languages,
+                new_rows={
+                    int(number): [*map(int, start)]
+                    for number, start in manifest.get("new_rows", {}).items()
+                },
                 pretrained=(directory / Path(original).name).read_bytes() if original else b"",
             )
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -155,6 +163,8 @@ class Tokenizer:
 
     def with_new_languages(self, entries: Sequence[str]) -> Tokenizer:
         """Return a copy with the languages of ``TokenizerConfig.new_languages``. Existing ids stay.
+        The row of a language starts from its relative's or, without a relative, from the mean of
+        all other languages. If source and target have separate vocabularies, it does not.
 
         Raises ``UserError`` if the model is imported and has no languages, if a code exists, or if
         a relative does not.
@@ -172,32 +182,39 @@ class Tokenizer:
                 f"tokenizer.new_languages is {short_repr(entries)}; expected codes without a "
                 "relative, because source and target have separate vocabularies."
             )
-        old_tokens = [*self.languages.tokens.values()]
+        old_tokens = self.languages.tokens
         languages = self.languages.with_new(entries)
-        tokens = [token for token in languages.tokens.values() if token not in old_tokens]
-        example = next(iter(old_tokens), "")
-        source = self.source.with_languages(tokens, example)
-        target = source if self.joint else self.target.with_languages(tokens, example)
-        return replace(self, source=source, target=target, languages=languages)
+        new_tokens = [token for code, token in languages.tokens.items() if code not in old_tokens]
+        example = next(iter(old_tokens.values()), "")
+        source = self.source.with_languages(new_tokens, example)
+        target = source if self.joint else self.target.with_languages(new_tokens, example)
+        new_rows = dict(self.new_rows)
+        if self.joint:
+            for entry in entries:
+                code, _, relative = entry.partition(":")
+                relatives = [relative] if relative else old_tokens
+                [number] = source.ids([languages.tokens[code]])
+                new_rows[number] = source.ids([old_tokens[language] for language in relatives])
+        return replace(self, source=source, target=target, languages=languages, new_rows=new_rows)
 
-    def new_rows(self, entries: Sequence[str]) -> dict[int, list[int]]:
-        """Return the ids of new languages. Each has the ids of the tokens whose mean its row starts
-        from: its relative or, without a relative, all other languages. {} if source and target
-        have separate vocabularies.
+    def with_new_pieces(self, pieces: Sequence[str]) -> Tokenizer:
+        """Return a copy with new subwords, spelled with ▁ for a space. Existing ids stay, and text
+        without the new subwords is split as before.
+
+        Raises ``UserError`` as ``SubwordModel.with_pieces``, and for separate vocabularies.
         """
-        if not self.joint:
-            return {}
-        codes = [entry.partition(":")[0] for entry in entries]
-        old_codes = [code for code in self.languages.tokens if code not in codes]
-        rows = {}
-        for entry in entries:
-            code, _, relative = entry.partition(":")
-            start = [relative] if relative else old_codes
-            [number, *start_ids] = self.source.ids(
-                [self.languages.tokens[language] for language in (code, *start)]
+        if not pieces:
+            return self
+        if self.target is not self.source:
+            raise UserError(
+                f"tokenizer.new_pieces has {len(pieces)} subwords; expected none, because source "
+                "and target have a tokenizer each."
             )
-            rows[number] = start_ids
-        return rows
+        side = self.source.with_pieces(pieces)
+        new_rows = dict(self.new_rows)
+        for number, piece in zip(side.ids(pieces), pieces):
+            new_rows[number] = self.source.part_ids(piece)
+        return replace(self, source=side, target=side, new_rows=new_rows)
 
     def affixes(
         self, source_language: str = "", target_language: str = "", name: str = ""
@@ -253,7 +270,8 @@ class Tokenizer:
         if isinstance(self.source.segmenter, JsonSegmenter):
             names = [_JSON] * len(sides)
         contents = {}
-        if any(not side.has_own_vocabulary for side in sides) or self.languages != Languages():
+        has_own_vocabularies = all(side.has_own_vocabulary for side in sides)
+        if not has_own_vocabularies or self.languages != Languages() or self.new_rows:
             fields = []
             for name, side in zip(names, sides):
                 vocabulary = None if side.has_own_vocabulary else _fields_of(side.vocabulary)
@@ -264,6 +282,8 @@ class Tokenizer:
                 "languages": self.languages._asdict(),
                 "pretrained": _PRETRAINED if self.pretrained else None,
             }
+            if self.new_rows:
+                manifest["new_rows"] = self.new_rows
             contents[_MANIFEST] = json.dumps(manifest, ensure_ascii=False, indent=0).encode()
         if self.pretrained:
             contents[_PRETRAINED] = self.pretrained

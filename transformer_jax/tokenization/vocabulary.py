@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -129,18 +129,21 @@ class Vocabulary:
         missing = [token for token in new_tokens if token not in self.id_of]
         return replace(self, tokens=(*self.tokens, *missing))
 
-    def with_language(self, token: str, number: int, model: int) -> Vocabulary:
-        """Return a copy with the token of a new language at an id that has no token, or after the
-        last one. ``model`` is the id of another language, which is special or not.
-        """
+    def with_ids(self, new_ids: Mapping[str, int]) -> Vocabulary:
+        """Return a copy with new tokens at ids that have none, or after the last one."""
         tokens = [*self.tokens]
-        tokens += [""] * (number + 1 - len(tokens))
-        tokens[number] = token
+        tokens += [""] * (max(new_ids.values()) + 1 - len(tokens))
+        for token, number in new_ids.items():
+            tokens[number] = token
+        return replace(self, tokens=tuple(tokens))
+
+    def with_language(self, token: str, number: int, model: int) -> Vocabulary:
+        """Return a copy with the token of a new language (``with_ids``). ``model`` is the id of
+        another language, which is special or not.
+        """
         special = {*self.special, number} if model in self.special else self.special
-        languages = {*self.languages, number}
         return replace(
-            self,
-            tokens=tuple(tokens),
+            self.with_ids({token: number}),
             special=tuple(sorted(special)),
-            languages=tuple(sorted(languages)),
+            languages=tuple(sorted({*self.languages, number})),
         )

@@ -158,7 +158,7 @@ def _check_settings(config: Config, mesh: Mesh) -> None:
     bleu_metric(training.bleu_tokenize)
     if training.freeze:
         parameters = abstract_model(config.model).parameters
-        new_rows = bool(config.tokenizer.new_languages)
+        new_rows = bool(config.tokenizer.new_languages or config.tokenizer.new_pieces)
         check_frozen(training.freeze, parameters, new_rows=new_rows)
 
 
@@ -201,7 +201,7 @@ def build_files(
 def _new_tokenizer(config: Config, text: ParallelText, start_model: StartModel | None) -> Tokenizer:
     settings = config.tokenizer
     if start_model:
-        tokenizer = start_model.tokenizer()
+        tokenizer = start_model.tokenizer(text)
     else:
         logger.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), settings)
@@ -249,8 +249,7 @@ def open_run(
         }
     )
     with raise_on_any_process():
-        new_rows = workdir.tokenizer.new_rows(config.tokenizer.new_languages)
-        functions = make_step_functions(config, mesh, new_rows)
+        functions = make_step_functions(config, mesh, workdir.tokenizer.new_rows)
         criterion = f"{config.training.select_by} on {fingerprints.get('dev', '')}"
         progress = Progress(fingerprints["train"], selected=criterion)
         if workdir.resume_from is None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
 import numpy as np
 
+from transformer_jax.data.sources import ParallelText
 from transformer_jax.devices.sharding import map_named
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.loading import load_saved_model
 from transformer_jax.settings.changes import differences_in_fine_tuning, fields_that_differ
 from transformer_jax.settings.config import Config
+from transformer_jax.storage.files import local_path
+from transformer_jax.tokenization.learning import evenly_spread
+from transformer_jax.tokenization.new_pieces import learn_pieces, read_pieces
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.optimizer import VOCABULARY_MATRIX
 from transformer_jax.training.step import Parameters
@@ -45,25 +49,53 @@ class StartModel:
         self._tokenizer = saved_model.tokenizer
         self._parameters = saved_model.parameters
         self._new_symbols = config.tokenizer.user_defined_symbols
-        # A recipe based on its config has the languages that it added itself.
-        added_before = saved_model.config.tokenizer.new_languages
-        self._new_languages = [
-            entry for entry in config.tokenizer.new_languages if entry not in added_before
-        ]
+        # A recipe based on its config has the tokens that it added itself.
+        before = saved_model.config.tokenizer
+        settings = config.tokenizer
+        self._new_languages = [x for x in settings.new_languages if x not in before.new_languages]
+        self._new_pieces = settings.new_pieces if settings.new_pieces != before.new_pieces else ""
+        self._max_sentences = settings.max_training_sentences
 
-    def tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer with the run's new symbols and languages."""
+    def tokenizer(self, text: ParallelText) -> Tokenizer:
+        """Return the model's tokenizer with the run's new symbols, languages and pieces. ``text``
+        is the training text.
+        """
         tokenizer = self._tokenizer.with_symbols(self._new_symbols)
-        return tokenizer.with_new_languages(self._new_languages)
+        tokenizer = tokenizer.with_new_languages(self._new_languages)
+        if not self._new_pieces:
+            return tokenizer
+        if self._new_pieces.isdecimal():
+            lines, other_lines = self._lines_to_learn_from(text)
+            limit = int(self._new_pieces)
+            pieces = learn_pieces(tokenizer.source.segmenter, lines, other_lines, limit)
+        else:
+            pieces = read_pieces(local_path(self._new_pieces))
+        return tokenizer.with_new_pieces(pieces)
+
+    def _lines_to_learn_from(self, text: ParallelText) -> tuple[list[str], list[str]]:
+        """Return the lines in new languages, and those in others. Without new languages, all lines
+        are of the first kind.
+        """
+        codes = {entry.partition(":")[0] for entry in self._new_languages}
+        lines = []
+        other_lines = []
+        for pair in evenly_spread(text.text_pairs(), max(1, self._max_sentences // 2)):
+            for line, code in zip(pair[:2], pair.languages):
+                if codes and code not in codes:
+                    other_lines.append(line)
+                else:
+                    lines.append(line)
+        return lines, other_lines
 
     def parameters(self, abstract: Parameters, tokenizer: Tokenizer) -> Parameters:
         """Return the model's parameters with a row for each new token of the run's ``tokenizer``.
         ``abstract`` has the run's shapes. A new row is the mean of other rows.
         """
         parameters = jax.tree.map(_with_added_rows, self._parameters, abstract)
-        for number, start in tokenizer.new_rows(self._new_languages).items():
-            parameters = map_named(partial(_with_row, number, start), parameters)
-        return parameters
+        new_rows = dict(tokenizer.new_rows)
+        for number in self._tokenizer.new_rows:
+            del new_rows[number]
+        return map_named(partial(_with_rows, new_rows), parameters)
 
 
 def _with_added_rows(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -72,8 +104,10 @@ def _with_added_rows(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> n
     return np.pad(values_VD, [(0, count) for count in missing], mode="mean")
 
 
-def _with_row(number: int, start: Sequence[int], name: str, values: np.ndarray) -> np.ndarray:
-    """Set one row of a vocabulary's matrix, or one softmax bias, to the mean of rows of others."""
-    if start and (VOCABULARY_MATRIX.search(name) or name == "softmax_bias"):
-        values[number] = values[list(start)].mean(0, dtype=np.float64)
+def _with_rows(new_rows: Mapping[int, Sequence[int]], name: str, values: np.ndarray) -> np.ndarray:
+    """Set rows of a vocabulary's matrix, or softmax biases, each to the mean of rows of others."""
+    if VOCABULARY_MATRIX.search(name) or name == "softmax_bias":
+        for number, start in new_rows.items():
+            if start:
+                values[number] = values[list(start)].mean(0, dtype=np.float64)
     return values

@@ -1,4 +1,4 @@
-"""Languages that fine-tuning added to a pretrained model, in the files that transformers reads."""
+"""Tokens that fine-tuning added to a pretrained model, in the files that transformers reads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 _LIST_NAMES = ("extra_special_tokens", "additional_special_tokens")
 
 
-def describe_new_languages(folder: Path, tokenizer: Tokenizer) -> None:
-    """Add the languages of ``tokenizer`` to the original files of its model, in ``folder``, where
-    tokenizer.json, if any, is the segmenter's own. Files that have them already do not change.
+def describe_new_tokens(folder: Path, tokenizer: Tokenizer) -> None:
+    """Add the new tokens of ``tokenizer`` to the original files of its model, in ``folder``, where
+    tokenizer.json, if any, is the segmenter's own, which has them. Languages are in other files,
+    too. Files that have all tokens do not change.
     """
     files = JsonFiles(folder)
     config = read_config(files)
