@@ -9,6 +9,7 @@ from random_models import make_model, train_tokenizer
 from servers import CONFIG, LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.limits import Limits
 from transformer_jax.serving.service import Service
 from transformer_jax.translation.translator import Translator
 
@@ -24,6 +25,6 @@ def translator() -> Translator:
 def server(translator: Translator) -> Iterator[Server]:
     """A server for en-de."""
     models = {Pair("en", "de"): make_model_to_serve(translator)}
-    service = Service(models, max_queue=100, max_characters=2000)
+    service = Service(models, Limits(100, 2000))
     with serving(service, translator) as found:
         yield found

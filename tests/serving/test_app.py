@@ -23,6 +23,7 @@ from transformer_jax.decoding.scheduler import SearchFailed, Task
 from transformer_jax.decoding.search import Sentence
 from transformer_jax.serving.answering import PendingAnswer, PlannedText
 from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.limits import Limits
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
 from transformer_jax.settings.config import TokenizerConfig
@@ -109,7 +110,7 @@ def test_forms_and_query_parameters_work_like_json(server: Server) -> None:
 def sampling(translator: Translator) -> Iterator[Server]:
     """A server whose translations are samples."""
     model = make_model_to_serve(translator, method="sample", temperature=3.0)
-    service = Service({Pair("en", "de"): model}, max_queue=100, max_characters=2000)
+    service = Service({Pair("en", "de"): model}, Limits(100, 2000))
     with serving(service, translator) as found:
         yield found
 
@@ -242,7 +243,7 @@ def test_a_prefix_begins_the_translation(server: Server) -> None:
 def test_a_glossary_applies_to_its_request(translator: Translator) -> None:
     """Up to ``max_terms`` source terms of a sentence; terms that are not in it do not count."""
     model = make_model_to_serve(translator, max_terms=1, batch_size=1, max_source_length=12)
-    service = Service({Pair("en", "de"): model}, max_queue=9, max_characters=99)
+    service = Service({Pair("en", "de"): model}, Limits(9, 99))
     glossary = {"one": ["TWO"], "nine": "ONE"}
     [expected] = translator.translate([Request("one three", glossary=glossary)])
     assert " TWO" in f" {expected}" and [expected] != translator.translate(["one three"])
@@ -573,7 +574,7 @@ def test_disconnected_clients_free_their_rows(server: Server) -> None:
 def strict(translator):
     """A server with strict limits and two source languages."""
     models = {Pair(language, "de"): make_model_to_serve(translator) for language in ("en", "fr")}
-    service = Service(models, max_queue=4, max_characters=2000)
+    service = Service(models, Limits(4, 2000))
     with serving(service, translator, timeout=0.3) as found:
         yield found
 
@@ -611,7 +612,7 @@ def test_full_queues_and_timeouts_are_rejected(
 
 def test_requests_fail_during_compilation_and_after_a_failure(translator) -> None:
     model = make_model_to_serve(translator)
-    service = Service({Pair("en", "de"): model}, max_queue=4, max_characters=2000)
+    service = Service({Pair("en", "de"): model}, Limits(4, 2000))
     go_on = threading.Event()
     start = model.start
 
@@ -671,7 +672,7 @@ def test_each_models_failed_compilation_shows(translator: Translator, failing: i
         start = Mock(side_effect=[RuntimeError("out of memory")] if number == failing else None)
         model.start = start  # type: ignore[method-assign]
     pairs = [Pair("en", target) for target in ("de", "fr", "es")]
-    service = Service(dict(zip(pairs, models)), max_queue=4, max_characters=2000)
+    service = Service(dict(zip(pairs, models)), Limits(4, 2000))
     assert service.status == "compiling"
     service.start()
     assert service.status == "failed"
@@ -689,7 +690,7 @@ def test_metrics_count_all_pairs_and_devices(
         pair: AsyncTranslator(Translator(model, tokenizer, config, devices=devices))
         for pair in pairs
     }
-    service = Service(models, max_queue=100, max_characters=2000)
+    service = Service(models, Limits(100, 2000))
 
     def figures() -> list[float | None]:
         names = "rows", "rows_busy", "sentences_waiting"

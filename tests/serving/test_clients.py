@@ -19,6 +19,7 @@ from servers import LINES, Server, make_model_to_serve
 
 from transformer_jax.errors import UserError
 from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.limits import Limits
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service
 from transformer_jax.translation.requests import Request
@@ -183,7 +184,7 @@ def test_unsupported_requests_get_a_json_error(server: Server, path: str) -> Non
 def test_language_codes_match_in_any_case(translator: Translator) -> None:
     pairs = [Pair("zh-Hans", "pt-BR"), Pair("en", "pt_PT"), Pair("en", "de")]
     model = make_model_to_serve(translator)
-    service = Service(dict.fromkeys(pairs, model), max_queue=4, max_characters=2000)
+    service = Service(dict.fromkeys(pairs, model), Limits(4, 2000))
 
     def found(source: str, target: str) -> Pair:
         return service.pairs.find(source, target)
@@ -199,7 +200,7 @@ def test_an_error_lists_some_of_many_pairs(translator: Translator) -> None:
     codes = [f"x{first}{second}" for first in "abcdef" for second in "abcdef"]
     pairs = [Pair(*pair) for pair in itertools.permutations(codes, 2)]
     model = make_model_to_serve(translator)
-    service = Service(dict.fromkeys(pairs, model), max_queue=4, max_characters=2000)
+    service = Service(dict.fromkeys(pairs, model), Limits(4, 2000))
     assert service.pairs.find("xff", "xab") == Pair("xff", "xab")
     for source, target in (("en", "de"), ("auto", "xaa")):
         with pytest.raises(

@@ -16,7 +16,6 @@ from servers import Server
 from transformer_jax.decoding import scheduler
 from transformer_jax.serving import limits
 from transformer_jax.serving.__main__ import UVICORN
-from transformer_jax.serving.flags import Arguments
 from transformer_jax.serving.log_limit import LogLimit
 from transformer_jax.serving.protocol import Protocol
 from transformer_jax.serving.schema import Query
@@ -81,8 +80,8 @@ def test_tables_explain_every_field() -> None:
 
 def test_documented_limits_are_the_flags_defaults() -> None:
     rows = re.findall(r"^\| `--([a-z-]+)` \| (\w+)", PAGE, re.MULTILINE)
-    defaults = {field.name: field.default for field in dataclasses.fields(Arguments)}
-    assert len(rows) == 3
+    defaults = {field.name: field.default for field in dataclasses.fields(limits.Limits)}
+    assert len(rows) == len(defaults) == 3
     for flag, documented in rows:
         default = defaults[flag.replace("-", "_")]
         assert documented == ("none" if default is None else f"{default:g}"), flag

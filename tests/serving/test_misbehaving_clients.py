@@ -21,6 +21,7 @@ from servers import LINES, Server, answering, make_model_to_serve, serving
 from transformer_jax.serving import protocol
 from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.limits import Limits
 from transformer_jax.serving.log_limit import LogLimit
 from transformer_jax.serving.protocol import Protocol
 from transformer_jax.serving.schema import Query
@@ -34,9 +35,7 @@ FORM = "application/x-www-form-urlencoded"
 def default(translator: Translator) -> Iterator[Server]:
     """A server with the default limits of text. Few lengths and terms compile quickly."""
     model = make_model_to_serve(translator, max_terms=1)
-    service = Service(
-        {Pair("en", "de"): model}, max_queue=MAX_SENTENCES, max_characters=MAX_CHARACTERS
-    )
+    service = Service({Pair("en", "de"): model}, Limits(MAX_SENTENCES, MAX_CHARACTERS))
     with serving(service, translator) as found:
         yield found
 

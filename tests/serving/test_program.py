@@ -38,6 +38,7 @@ from transformer_jax.serving import __main__ as program
 from transformer_jax.serving.app import App
 from transformer_jax.serving.flags import Arguments, Pair, checked_flags
 from transformer_jax.serving.hosts import allowed_hosts
+from transformer_jax.serving.limits import Limits
 from transformer_jax.serving.service import Service
 from transformer_jax.translation.translator import Translator
 
@@ -122,12 +123,12 @@ def test_search_flags_apply_to_all_models(workdir, tmp_path) -> None:
         (["--workdir", "W", "--languages", "English-German"], "has 'English-German'; expected"),
         (["--workdir", "W", "--port", "70000"], "--port is 70000; expected 1 to 65535"),
         (["--workdir", "W", "--protect", "a("], "--protect is ('a(',); expected regular express"),
-        (["--workdir", "W", "--max-queue", "0"], "--max-queue is 0; expected more than 0"),
+        (["--workdir", "W", "--max-queue", "0"], "--max-queue is 0; expected a positive number"),
         (
             ["--workdir", "W", "--trusted-proxies", "10.0.0.0/8", "proxy"],
             "--trusted-proxies has 'proxy'",
         ),
-        (["--workdir", "W", "--timeout", "nan"], "--timeout is nan; expected more than 0"),
+        (["--workdir", "W", "--timeout", "nan"], "--timeout is nan; expected a finite number"),
         (["--workdir", "nowhere"], "'nowhere' is not a folder; expected a work directory"),
     ],
 )
@@ -165,7 +166,7 @@ def test_flags_reach_the_server(workdir, monkeypatch) -> None:
     assert program.main(["--workdir", str(workdir), "--port", port, *flags]) == 0
     assert made["app"].service.engine == "ctranslate2"
     app, config = made["app"], made["server"].config
-    assert (*app.service.limits, app.timeout) == (7, 8, 9)
+    assert (app.service.limits, app.timeout) == (Limits(7, 8, 9), 9)
     assert config.timeout_graceful_shutdown == 14
     assert [model.config.beam_size for model in app.service.models.values()] == [2]
     assert app.allowed_hosts == ["localhost", "127.0.0.1"]  # and any IP address
@@ -262,7 +263,7 @@ def test_sigterm_under_load_finishes_accepted_requests(process, translator) -> N
 def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
     """Clients of a proxy see no error while it switches from one server to the next."""
     models = [{Pair("en", "de"): make_model_to_serve(translator, batch_size=2)} for _ in range(2)]
-    services = [Service(each, max_queue=100, max_characters=2000) for each in models]
+    services = [Service(each, Limits(100, 2000)) for each in models]
     upstream = [0]
     proxy = socket.create_server(("127.0.0.1", 0))
     faults, answered, stopping = [], [0] * 4, threading.Event()

@@ -19,8 +19,11 @@ from transformer_jax.settings.config import PairsConfig
 class Mix:
     """A corpus of several parts, with the number of pairs that each part has in an epoch.
 
-    In a batch plan, it takes the place of a ``Corpus``. Its pairs are slots: a slot holds one of
-    two pairs, depending on the epoch, and has room for both.
+    In a batch plan, it takes the place of a ``Corpus``. Its pairs are *slots*: a slot holds one of
+    two pairs, depending on the epoch, and has room for both. For example, with parts of 4 and 2
+    pairs (``abcd`` and ``ef``) and equal weights, each part has 4 slots. The slots of ``abcd`` hold
+    ``abcd`` in every epoch, those of ``ef`` hold ``eeff``. With 3 slots, they hold ``eef`` in some
+    epochs and ``eff`` in others.
     """
 
     def __init__(self, corpus: Corpus, config: PairsConfig) -> None:
@@ -28,19 +31,13 @@ class Mix:
         self._corpus = corpus
         self.read = corpus.read
         self.sides = corpus.sides
-        sizes_C = np.array(corpus.sizes)
-        weights_C = np.array(config.weights or sizes_C ** (1 / config.temperature))
-        epochs_C = sizes_C / weights_C  # length of an epoch with each pair of this part once
-        slots_C = np.round(weights_C * epochs_C.max()).clip(sizes_C)
-        max_pairs = min(100 * corpus.num_pairs, 2**31 - 2)
-        if slots_C.sum() > max_pairs:
-            raise UserError(
-                f"An epoch with these data.train.weights has {slots_C.sum():,.0f} pairs; expected "
-                f"at most {max_pairs:,}. Raise the weight of {config.source[epochs_C.argmax()]!r}."
-            )
-        self.num_pairs = int(slots_C.sum())
-        self._parts_2C = np.array([sizes_C, slots_C], int)
-        part_N = np.arange(len(sizes_C)).repeat(sizes_C)
+        num_pairs_C = np.array(corpus.sizes)  # C corpora, the parts
+        num_slots_C = _slots_of_parts(num_pairs_C, config)
+        self.num_pairs = int(num_slots_C.sum())
+        self._num_pairs_C = num_pairs_C
+        self._num_slots_C = num_slots_C
+        part_N = np.arange(len(num_pairs_C)).repeat(num_pairs_C)
+        # Pairs by part and, in a part, by length.
         self._order_N = np.lexsort((*corpus.lengths(), part_N))
 
     def lengths(self) -> np.ndarray:
@@ -52,13 +49,32 @@ class Mix:
     def pairs_in_epoch(self, slots: np.ndarray, epoch: int) -> np.ndarray:
         """Return the pairs in ``slots``: a systematic sample of each part, sorted by length.
 
-        Pairs are at even distances. The first distance is a multiple of 1/16, another one in each
-        of 16 epochs.
+        Slot i of a part with P pairs and S slots has pair (i P + shift) / S, rounded down. The
+        shift is a multiple of P / 16, another one in each of 16 epochs.
         """
-        ends_2C = self._parts_2C.cumsum(1)
-        part = np.searchsorted(ends_2C[1], slots, "right")
-        num_pairs, num_slots = self._parts_2C[:, part]
-        end_of_pairs, end_of_slots = ends_2C[:, part]
-        from_end = slots - end_of_slots  # negative: positions count back from the end of the part
+        ends_of_slots_C = self._num_slots_C.cumsum()
+        ends_of_pairs_C = self._num_pairs_C.cumsum()
+        part = np.searchsorted(ends_of_slots_C, slots, "right")
+        num_pairs = self._num_pairs_C[part]
+        num_slots = self._num_slots_C[part]
+        from_end = slots - ends_of_slots_C[part]  # negative: positions count back from the end
         shift = epoch * 5 % 16 * num_pairs // 16
-        return self._order_N[end_of_pairs + (from_end * num_pairs + shift) // num_slots]
+        return self._order_N[ends_of_pairs_C[part] + (from_end * num_pairs + shift) // num_slots]
+
+
+def _slots_of_parts(num_pairs_C: np.ndarray, config: PairsConfig) -> np.ndarray:
+    """Return the number of pairs of each part in an epoch: its weight's share, and enough for each
+    pair of each part at least once.
+    """
+    weights_C = np.array(config.weights or num_pairs_C ** (1 / config.temperature))
+    # Lengths of epochs, in units of the weights, that have each pair of this part once.
+    epoch_lengths_C = num_pairs_C / weights_C
+    num_slots_C = np.round(weights_C * epoch_lengths_C.max()).clip(num_pairs_C)
+    max_slots = min(100 * num_pairs_C.sum(), 2**31 - 2)
+    if num_slots_C.sum() > max_slots:
+        rarest = config.source[epoch_lengths_C.argmax()]
+        raise UserError(
+            f"An epoch with these data.train.weights has {num_slots_C.sum():,.0f} pairs; expected "
+            f"at most {max_slots:,}. Raise the weight of {rarest!r}."
+        )
+    return num_slots_C.astype(int)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import copy
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -196,6 +196,17 @@ class Engine:
         return self._compiled.admit_and_decode(self._weights, rows, encoded, *counts)
 
 
+class UnreadDecode(NamedTuple):
+    """What a call of ``EngineBatch.decode`` leaves on the device, which may still compute it."""
+
+    tasks: Sequence[Task]
+    """Tasks that the call admitted."""
+    admitted: Admitted
+    """Their rows, and the results of the tasks that had these rows before."""
+    finished: tuple[Any, SearchResult] | None
+    """For each row, whether it is done, and its results; None: the call took no steps."""
+
+
 class EngineBatch(RunningBatch):
     """Batch rows on an engine's device.
 
@@ -221,8 +232,7 @@ class EngineBatch(RunningBatch):
         self._rows: Rows | None = None  # created when needed
         # The task in each row.
         self._tasks: list[Task | None] = [None] * self.num_rows
-        # Results of calls of ``decode`` that the device may still be computing.
-        self._unread: list[tuple[Sequence[Task], Admitted, Any]] = []
+        self._unread: list[UnreadDecode] = []
         self._empty_encoded: dict[Bucket, Rows] = {}
 
     @property
@@ -295,15 +305,15 @@ class EngineBatch(RunningBatch):
             self._rows, encoded, len(admitted), max_steps=max_steps, stop_after=stop_after
         )
         finished = finished_results(self._rows) if max_steps else None
-        self._unread.append((admitted, rows_admitted, finished))
+        self._unread.append(UnreadDecode(admitted, rows_admitted, finished))
 
     def read(self) -> None:
         """Wait for the device. Finish tasks that are done, and free the rows of canceled ones."""
-        for tasks, admitted, finished in self._unread:
-            rows = np.asarray(admitted.row_Q)[: len(tasks)].tolist()
-            self._read_admitted(tasks, rows, admitted.results)
-            if finished is not None:
-                self._read_finished(*finished)
+        for unread in self._unread:
+            rows = np.asarray(unread.admitted.row_Q)[: len(unread.tasks)].tolist()
+            self._read_admitted(unread.tasks, rows, unread.admitted.results)
+            if unread.finished is not None:
+                self._read_finished(*unread.finished)
         self._unread.clear()
         is_canceled_B = np.array([bool(task and task.future.cancelled()) for task in self._tasks])
         if is_canceled_B.any() and self._rows is not None:

@@ -50,7 +50,7 @@ def attend_to_history(
     ``interpret`` runs the kernel on any device.
     """
     sentences = position_B, ancestors_BWT
-    out, *history = _call(_history_kernel, sentences, arrays_BWHK, history, interpret)
+    out, *history = _run_for_each_head(_history_kernel, sentences, arrays_BWHK, history, interpret)
     return out, tuple(history)
 
 
@@ -60,17 +60,32 @@ def attend_to_source(
     """Attend to the source's keys and values [B, H, S, K]. Returns [B, W, H, K]."""
     ends_1S = jnp.arange(1, mask_BS.shape[1] + 1, dtype=jnp.int32)[None]
     sentences = jnp.where(mask_BS, ends_1S, 0).max(axis=1), mask_BS.astype(jnp.int8)
-    return _call(_source_kernel, sentences, [q_BWHK], source, interpret)[0]
+    return _run_for_each_head(_source_kernel, sentences, [q_BWHK], source, interpret)[0]
 
 
 @partial(jax.jit, static_argnums=(0, 4))  # traced and lowered once for all layers
-def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool) -> list[Any]:
-    """Run one program per sentence and head. Returns [B, W, H, K] and the updated caches."""
+def _run_for_each_head(
+    kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool
+) -> list[Any]:
+    """Run one program of a kernel for each sentence and head. Returns [B, W, H, K] and the updated
+    caches: keys and values of ``_history_kernel``, none of ``_source_kernel``.
+
+    A ``BlockSpec`` says which part of an array the program of head h and sentence b sees: the size
+    of the part on each axis (None: one index, and the axis goes), and which part it is.
+
+    Args:
+      sentences: arrays [B, ...] whose part is a sentence.
+      arrays: queries, or queries, keys and values (``split_qkv``), [B, W, H, K] each. The part is
+        all hypotheses of a sentence, in one head.
+      caches: keys and values, [B, H, L, K] each. The part is one head of a sentence.
+    """
     B, W, H, width = arrays[0].shape
     K = caches[1].shape[3]
     out = jax.ShapeDtypeStruct((B, W, H, K), arrays[0].dtype)
-    beams = split_qkv(arrays) if kernel is _history_kernel else [(*arrays, 0, width)]
-    cache_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches[: len(beams) - 1]]
+    is_history = kernel is _history_kernel
+    beams = split_qkv(arrays) if is_history else [(*arrays, 0, width)]
+    updated_caches = caches if is_history else []
+    cache_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated_caches]
 
     def sentence_spec(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda h, b: (b, *[0] * (x.ndim - 1)))
@@ -83,6 +98,8 @@ def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool
     def cache_spec(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *x.shape[2:]), lambda h, b: (b, h, 0, 0))
 
+    num_inputs_before_caches = len(sentences) + len(beams)
+
     return pl.pallas_call(
         partial(kernel, W),
         grid=(H, B),  # heads vary fastest, because they are adjacent in memory
@@ -93,8 +110,9 @@ def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool
         ],
         out_specs=[beams_spec(out, 0, K), *map(cache_spec, cache_shapes)],
         out_shape=[out, *cache_shapes],
+        # The updated caches overwrite the old ones; output 0 is ``out``.
         input_output_aliases={
-            len([*sentences, *beams]) + i: 1 + i for i in range(len(cache_shapes))
+            num_inputs_before_caches + i: 1 + i for i in range(len(updated_caches))
         },
         compiler_params=compiler_params(4),
         interpret=interpret,
@@ -145,8 +163,8 @@ def _source_kernel(W: int, length_ref: Any, mask_ref: Any, *refs: Any) -> None:
 
 def _attention(attend: Any, count: Array, state: _State) -> Array:
     """Return the weighted mean of values, [W, K], over ``count`` positions."""
-    blocks = (count + POSITIONS_PER_BLOCK - 1) // POSITIONS_PER_BLOCK
-    _, total_W, out_WK = jax.lax.fori_loop(0, blocks, attend, state)
+    num_iterations = (count + POSITIONS_PER_BLOCK - 1) // POSITIONS_PER_BLOCK
+    _, total_W, out_WK = jax.lax.fori_loop(0, num_iterations, attend, state)
     return out_WK / total_W[:, None]
 
 

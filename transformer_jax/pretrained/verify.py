@@ -97,7 +97,7 @@ def compare(
     reference_tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
     affixes = tokenizer.affixes(*languages)
     texts = list(SENTENCES)
-    if tokenizer.languages.layout == "tag" and affixes.before_source:
+    if tokenizer.languages.places.in_text and affixes.before_source:
         tag = tokenizer.languages.token(languages[1], "target_language")
         texts = [f"{tag} {sentence}" for sentence in SENTENCES]
     sources = [_with_eos(affixes.source(ids), model) for ids in tokenizer.source.encode(SENTENCES)]

@@ -8,8 +8,7 @@ once. Additional axis letters: I inputs, O outputs of a linear layer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,37 +81,14 @@ def from_library(
     shapes, and, when a parameter is read, for NaN and infinity.
     """
 
-    def arranged(x: np.ndarray, index: int, names: list[str]) -> np.ndarray:
-        name = names[index]
-        x = np.split(x, len(names))[index]
-        x = x.T if name.endswith("kernel") else x
-        x = put_sines_first(name, x, back=True) if library.sines_first else x
-        scale = _scale(name, config)
-        x = x / scale if scale else x
-        return x.reshape(parameter_shape[name])
-
-    def read(foreign_name: str, index: int, names: list[str]) -> np.ndarray:
-        x = np.asarray(arrays[foreign_name])
-        check_finite(x, f"{location} have", foreign_name)
-        return np.ascontiguousarray(arranged(x, index, names))
-
-    def map_file(foreign_name: str, index: int, names: list[str]) -> np.ndarray:
-        x = arrays[foreign_name]
-        return arranged(x.map() if isinstance(x, LazyArray) else x, index, names)
-
     if shapes is None:
         _check_layers(tensors, config, library, location)
-    parameter_shape = shapes or parameter_shapes(config)
-    parameters: dict[str, LazyArray] = {}
-    expected: dict[str, tuple[int, ...]] = {}
-    for foreign_name, names in _names(parameter_shape, library).items():
-        for index, name in enumerate(names):
-            shape = parameter_shape[name]
-            expected_array = np.broadcast_to(0, _plain_shape(name, shape))
-            expected_array = _with_foreign_axes(name, expected_array, foreign_name)
-            expected[foreign_name] = (len(names) * len(expected_array), *expected_array.shape[1:])
-            place = (foreign_name, index, names)
-            parameters[name] = LazyArray(shape, partial(read, *place), partial(map_file, *place))
+        shapes = parameter_shapes(config)
+    names_of_array = _names(shapes, library)
+    expected = {
+        foreign_name: _foreign_shape(foreign_name, names, shapes)
+        for foreign_name, names in names_of_array.items()
+    }
     tied = {*library.names.values()} - expected.keys()
     arrays: dict[str, Any] = {
         name: np.zeros(shape, np.float32)
@@ -120,7 +96,48 @@ def from_library(
         if re.search(optional, name)
     } | {name: x for name, x in tensors.items() if name not in tied}
     _check_shapes(arrays, expected, location)
-    return parameters
+
+    def to_parameter(name: str, part: np.ndarray) -> np.ndarray:
+        """Convert a parameter's part of an array."""
+        x = part.T if name.endswith("kernel") else part
+        x = put_sines_first(name, x, back=True) if library.sines_first else x
+        scale = _scale(name, config)
+        x = x / scale if scale else x
+        return x.reshape(shapes[name])
+
+    def lazy_parameter(name: str, foreign_name: str, index: int, num_parts: int) -> LazyArray:
+        """Describe a parameter: one of the parts of an array, which is read when it is needed."""
+
+        def read() -> np.ndarray:
+            array = np.asarray(arrays[foreign_name])
+            check_finite(array, f"{location} have", foreign_name)
+            part = np.split(array, num_parts)[index]
+            return np.ascontiguousarray(to_parameter(name, part))
+
+        def map_file() -> np.ndarray:
+            array = arrays[foreign_name]
+            mapped = array.map() if isinstance(array, LazyArray) else array
+            return to_parameter(name, np.split(mapped, num_parts)[index])
+
+        return LazyArray(shapes[name], read, map_file)
+
+    return {
+        name: lazy_parameter(name, foreign_name, index, len(names))
+        for foreign_name, names in names_of_array.items()
+        for index, name in enumerate(names)
+    }
+
+
+def _foreign_shape(
+    foreign_name: str, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Return the shape of the array that concatenates these parameters, for example of queries,
+    keys and values: [3 O, I] for kernels [I, O].
+    """
+    name = names[-1]
+    part = np.broadcast_to(0, _plain_shape(name, shapes[name]))
+    num_rows, *other_axes = _with_foreign_axes(name, part, foreign_name).shape
+    return (len(names) * num_rows, *other_axes)
 
 
 def _check_shapes(

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,23 +54,36 @@ def choose_average(
     elif dev_loss is None:
         logger.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
         candidates = [steps[:1]]
-    if sum(map(len, candidates)) == 1:
+    num_averages = sum(map(len, candidates))
+    if num_averages == 1:
         dev_loss = None  # nothing to compare
-    best: tuple[float, Sequence[int], Any] = math.inf, (), None
+    best: _Average | None = None
     for candidate in candidates:
-        for count, average in enumerate(load_averages(checkpoints, candidate), start=1):
-            loss = min(math.inf, dev_loss(average)) if dev_loss else math.inf  # NaN is the worst
-            if not best[1] or loss < best[0]:
-                best = loss, candidate[:count], average
+        for count, parameters in enumerate(load_averages(checkpoints, candidate), start=1):
+            loss = min(math.inf, dev_loss(parameters)) if dev_loss else math.inf  # NaN is the worst
+            average = _Average(candidate[:count], loss, parameters)
+            if best is None or average.loss < best.loss:
+                best = average
+    assert best is not None
     if training.average == "auto":
-        return list(best[1]), best[2]
-    if best[0] < loss:
+        return list(best.steps), best.parameters
+    # The last average is of the fixed number of checkpoints, or of all if there are fewer.
+    if best.loss < average.loss:
         logger.info(
             "On the dev set, the %s is better (loss %.4f) than the average of %d (%.4f); run "
             "again with --training.average auto to use it.",
-            *(describe_steps(best[1]), best[0], len(candidate), loss),
+            *(describe_steps(best.steps), best.loss, len(average.steps), average.loss),
         )
-    return list(candidate), average
+    return list(average.steps), average.parameters
+
+
+class _Average(NamedTuple):
+    """Average of the checkpoints of some steps, newest first."""
+
+    steps: Sequence[int]
+    loss: float
+    """On the dev set; infinite if NaN or not computed."""
+    parameters: Any
 
 
 def describe_steps(steps: Sequence[int]) -> str:

@@ -67,10 +67,10 @@ def _serve(argv: list[str] | None) -> None:
         address = listening.getsockname()[0]
         hosts = allowed_hosts(arguments.allowed_hosts, arguments.host, address)
         service = _load(arguments, served)
-        app = App(service, timeout=arguments.timeout, allowed_hosts=hosts)
+        app = App(service, timeout=arguments.limits.timeout, allowed_hosts=hosts)
         config = uvicorn.Config(
             app.asgi(),
-            timeout_graceful_shutdown=round(arguments.timeout) + 5,
+            timeout_graceful_shutdown=round(arguments.limits.timeout) + 5,
             **UVICORN | _access_log(arguments),
         )
         if arguments.access_log:
@@ -142,8 +142,7 @@ def _load(arguments: Arguments, served: Sequence[ServedModel]) -> Service:
         models |= dict.fromkeys(pairs, model)
         pair = pairs[0] if len(pairs) == 1 else f"{len(pairs)} language pairs"
         logger.info("%s from %s", pair, workdir)
-    names = ("max_queue", "max_characters", "protect")
-    return Service(models, **{name: getattr(arguments, name) for name in names})
+    return Service(models, arguments.limits, protect=arguments.protect)
 
 
 def _listen(arguments: Arguments) -> socket.socket:

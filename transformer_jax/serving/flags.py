@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import tyro
 
 from transformer_jax import DecodingConfig, UserError, flag_values, load_config_file, parse_flags
 from transformer_jax.errors import short_repr
+from transformer_jax.serving.limits import Limits
 from transformer_jax.settings.config import EngineName
 from transformer_jax.translation.requests import check_patterns
 
@@ -66,19 +66,11 @@ class Arguments:
     engine: EngineName = "auto"
     """Program that searches. jax: our exact search. ctranslate2: faster for small models on a CPU,
     with another stopping rule (docs/serving.md). auto: ctranslate2 if it can do what is asked."""
-    max_queue: int = 1024
-    """Maximum number of sentences in progress. Requests beyond this limit get status 503; a single
-    request with more sentences gets 413. A sentence longer than ``max_source_length`` counts once
-    per segment."""
-    max_characters: int = 20_000
-    """Maximum number of characters in a request; longer requests get status 413."""
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits()
     protect: tuple[str, ...] = ()
     """HTML and XML: regular expressions of more text that passes unchanged (docs/markup.md)."""
     max_terms: Literal[0, 1, 4, 16, 64] = 0
     """Maximum number of glossary terms in a sentence. More take longer to compile at startup."""
-    timeout: float = 60.0
-    """Maximum number of seconds from the start of a request to its response; slower requests get
-    status 503."""
     access_log: bool = False
     """Log each request: time, client, path and status, but no text."""
     log_level: Literal["info", "warning"] = "info"
@@ -101,10 +93,6 @@ def checked_flags(argv: Sequence[str] | None) -> tuple[Arguments, list[ServedMod
         raise UserError("--workdir is missing; expected a work directory written by train.py.")
     if not 0 < arguments.port < 65536:
         raise UserError(f"--port is {arguments.port}; expected 1 to 65535.")
-    for name in ("max_queue", "max_characters", "timeout"):
-        value = getattr(arguments, name)
-        if not 0 < value < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected more than 0.")
     check_patterns(arguments.protect, "--protect")
     _check_networks(arguments.trusted_proxies)
     pairs = _pairs(arguments)

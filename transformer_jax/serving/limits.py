@@ -1,12 +1,16 @@
-"""Limits of requests. docs/serving.md lists them."""
+"""Limits of requests, and the flags that set them. docs/serving.md lists them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformer_jax import UserError
-from transformer_jax.serving.rejected import RequestRejected
-from transformer_jax.serving.schema import Query
+from transformer_jax.settings.checks import PositiveFloat, PositiveInt, Section
+
+if TYPE_CHECKING:
+    from transformer_jax.serving.rejected import RequestRejected
+    from transformer_jax.serving.schema import Query
 
 HEADER_TIMEOUT = 30.0
 """Seconds in which a client sends its headers."""
@@ -21,13 +25,19 @@ _BYTES_PER_CHARACTER = 12  # at most: \ud83d\ude00 in JSON, %F0%9F%98%80 in a fo
 _OTHER_BYTES = 10_000
 
 
-class Limits(NamedTuple):
-    """Limits that flags set."""
+@dataclass(frozen=True)
+class Limits(Section, prefix="--"):
+    """Limits that flags of transformer-serve set."""
 
-    max_queue: int
-    """Sentences in progress, in all requests together; texts or sentences of a request."""
-    max_characters: int
-    """Characters of a request."""
+    max_queue: PositiveInt = 1024
+    """Maximum number of sentences in progress. Requests beyond this limit get status 503; a single
+    request with more sentences gets 413. A sentence longer than ``max_source_length`` counts once
+    per segment."""
+    max_characters: PositiveInt = 20_000
+    """Maximum number of characters in a request; longer requests get status 413."""
+    timeout: PositiveFloat = 60.0
+    """Maximum number of seconds from the start of a request to its response; slower requests get
+    status 503."""
 
     @property
     def max_body_bytes(self) -> int:
@@ -55,18 +65,21 @@ class Limits(NamedTuple):
         """
         _check(self.max_queue, num_sentences, "sentences")
         if num_accepted + num_sentences > self.max_queue:
-            raise RequestRejected(
-                503,
+            message = (
                 f"{num_accepted} sentences are in progress and this request has "
-                f"{num_sentences}; expected at most {self.max_queue} in total. Retry later.",
-                limit=self.max_queue,
+                f"{num_sentences}; expected at most {self.max_queue} in total. Retry later."
             )
+            raise _rejected(503, message, self.max_queue)
 
 
 def _check(limit: int, count: int, items: str) -> None:
     if count > limit:
-        raise RequestRejected(
-            413,
-            f"The request has {count} {items}; expected at most {limit}. Split the request.",
-            limit=limit,
-        )
+        message = f"The request has {count} {items}; expected at most {limit}. Split the request."
+        raise _rejected(413, message, limit)
+
+
+def _rejected(status: int, message: str, limit: int) -> RequestRejected:
+    # Imported late, so that --help does not need the web framework.
+    from transformer_jax.serving.rejected import RequestRejected
+
+    return RequestRejected(status, message, limit=limit)

@@ -42,14 +42,13 @@ class Service:
     def __init__(
         self,
         models: Mapping[Pair, AsyncTranslator],
+        limits: Limits,
         *,
-        max_queue: int,
-        max_characters: int,
         protect: Sequence[str] = (),
     ):
         self.models = dict(models)
         self.pairs = LanguagePairs(models)
-        self.limits = Limits(max_queue, max_characters)
+        self.limits = limits
         self.num_accepted = 0
         self._protect = (*PLACEHOLDERS, *protect)
         self._distinct_models = list(dict.fromkeys(models.values()))

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from transformer_jax.errors import UserError, short_repr
 
 Layout = Literal["both", "after", "start", "tag"]
+Side = Literal["source", "target"]
+
+
+class Places(NamedTuple):
+    """The languages, source's or target's, whose tokens stand at each place around a line."""
+
+    before_source: tuple[Side, ...] = ()
+    after_source: tuple[Side, ...] = ()
+    """After EOS."""
+    before_target: tuple[Side, ...] = ()
+    in_text: bool = False
+    """True if the tokens are written in the text, so a line can also have its own."""
+
+
+LAYOUTS: dict[Layout, Places] = {
+    # NLLB, M2M100 and mBART-50
+    "both": Places(before_source=("source",), before_target=("target",)),
+    # NLLB with legacy_behaviour
+    "after": Places(after_source=("source",), before_target=("target",)),
+    # mBART's first version: the target's is the decoder's first input.
+    "start": Places(after_source=("source",)),
+    # MADLAD-400 (<2de>)
+    "tag": Places(before_source=("target",), in_text=True),
+}
+"""Layouts: where models have the tokens of languages."""
 
 
 class Languages(NamedTuple):
-    """Languages of a many-to-many model, or fixed tokens around the lines of another model.
-
-    The layouts: ``both`` has the source's language before the source, and the target's before the
-    target. ``after`` has the source's language after EOS, and the target's before the target (NLLB
-    with legacy_behaviour). ``start`` has the source's language after EOS, and the target's is the
-    decoder's first input (mBART's first version). ``tag`` has the target's before the source, as in
-    MADLAD-400 (<2de>); the source's stands nowhere.
-    """
+    """Languages of a many-to-many model, or fixed tokens around the lines of another model."""
 
     tokens: Mapping[str, str] = {}
     """Token of each language code."""
@@ -27,7 +45,7 @@ class Languages(NamedTuple):
     target: str = ""
     """Token of every target line by default; '': none."""
     layout: Layout = "both"
-    """Places of the tokens."""
+    """Name of their places in ``LAYOUTS``."""
     forced: bool = True
     """True if the search is forced to begin a target with its token, which then has no score."""
 
@@ -35,9 +53,14 @@ class Languages(NamedTuple):
         """Return itself. Raises ``TypeError`` if a field has another type."""
         names = [*self.tokens, *self.tokens.values(), self.source, self.target]
         "".join(names)
-        if self.layout not in get_args(Layout) or type(self.forced) is not bool:
+        if self.layout not in LAYOUTS or type(self.forced) is not bool:
             raise TypeError(f"unknown layout {self.layout!r}")
         return self
+
+    @property
+    def places(self) -> Places:
+        """Places of the tokens."""
+        return LAYOUTS[self.layout]
 
     def token(self, language: str, field: str) -> str:
         """Return the token of a language code; "" gives the default. ``field`` is
@@ -47,7 +70,7 @@ class Languages(NamedTuple):
         default (except tags, which the text can have).
         """
         default = self.source if field.endswith("source_language") else self.target
-        if not language and (default or not self.tokens or self.layout == "tag"):
+        if not language and (default or not self.tokens or self.places.in_text):
             return default
         if language not in self.tokens:
             none = "none, because the model has no language codes or was imported for one pair"

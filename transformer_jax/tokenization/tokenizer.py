@@ -14,7 +14,7 @@ from typing import Any
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.storage.files import local_path, write_atomically
-from transformer_jax.tokenization.languages import Affixes, Languages
+from transformer_jax.tokenization.languages import Affixes, Languages, Side
 from transformer_jax.tokenization.learning import evenly_spread, learn
 from transformer_jax.tokenization.segmenters import (
     JsonSegmenter,
@@ -224,17 +224,22 @@ class Tokenizer:
         ``name`` of the line is for messages. Raises ``UserError`` for an unknown language, and for
         "" if the model has languages but no default.
         """
-        languages = self.languages
-        source = languages.token(source_language, f"{name}source_language")
-        target = languages.token(target_language, f"{name}target_language")
-        if languages.layout == "tag":
-            return Affixes(self.source.encode([target])[0] if target else [], [], [])
-        of_source = self.source.ids([source] if source else [])
-        of_target = self.target.ids([target] if target else [])
-        if languages.layout == "both":
-            return Affixes(of_source, [], of_target)
-        after = [self.source.eos_id, *of_source]
-        return Affixes([], after, of_target if languages.layout == "after" else [])
+        tokens: dict[Side, str] = {
+            "source": self.languages.token(source_language, f"{name}source_language"),
+            "target": self.languages.token(target_language, f"{name}target_language"),
+        }
+        places = self.languages.places
+
+        def ids(side: SubwordModel, languages: Sequence[Side]) -> list[int]:
+            present = [tokens[language] for language in languages if tokens[language]]
+            return list(chain(*side.encode(present))) if places.in_text else side.ids(present)
+
+        after_source = ids(self.source, places.after_source)
+        return Affixes(
+            before_source=ids(self.source, places.before_source),
+            after_source=[self.source.eos_id, *after_source] if places.after_source else [],
+            before_target=ids(self.target, places.before_target),
+        )
 
     @property
     def unscored_prefix_length(self) -> int:
@@ -243,7 +248,7 @@ class Tokenizer:
         """
         languages = self.languages
         has_token = bool(languages.target or languages.tokens)
-        return int(has_token and languages.forced and languages.layout in ("both", "after"))
+        return len(languages.places.before_target) if has_token and languages.forced else 0
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """Return a copy with missing ``symbols`` appended. Existing ids do not change.

@@ -155,14 +155,16 @@ def _sums_and_gradients(
 ) -> tuple[LossSums, _Inputs]:
     """Compute the loss sums, and the gradient of ``loss`` with respect to the inputs."""
     if static.mesh is None:
-        return _on_device(static, target_BT, inputs)
+        return _sums_and_gradients_on_device(static, target_BT, inputs)
 
     shards = static.mesh.shape.get("tensor", 1)
     if len(inputs[1]) % shards == 0:
         static = static._replace(vocab_shards=shards)
 
     def on_each_device(target_BT: Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
-        sums, (d_hidden_BTD, *weight_gradients) = _on_device(static, target_BT, inputs)
+        sums, (d_hidden_BTD, *weight_gradients) = _sums_and_gradients_on_device(
+            static, target_BT, inputs
+        )
         weight_gradients = jax.tree.map(lambda x: x[None], weight_gradients)
         return jax.lax.psum(sums, BATCH_AXES), (d_hidden_BTD, *weight_gradients)
 
@@ -182,29 +184,26 @@ def _sums_and_gradients(
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
-def _on_device(
+def _sums_and_gradients_on_device(
     static: _StaticArguments, target_BT: Array, inputs: _Inputs
 ) -> tuple[LossSums, _Inputs]:
+    """Compute ``_sums_and_gradients`` of a device's rows, in a loop over chunks of tokens.
+
+    For each chunk, computes the logits, adds their loss to the sums, and multiplies the gradient of
+    the logits with the two inputs of their matmul (the chain rule): with the softmax matrix, it
+    gives the gradient of the chunk's hidden vectors; with the hidden vectors, a summand of the
+    gradient of the matrix. The logits are then no longer needed.
+    """
     hidden_BTD, matrix_VD, bias_V = inputs
     weights_VD = matrix_VD.astype(hidden_BTD.dtype)
     multiply = partial(einsum, dtype=hidden_BTD.dtype)
-    # C chunks of L tokens. With two passes, the first half of a chunk holds tokens of the first
-    # pass, and the second half holds the same tokens of the second pass.
-    passes = 2 if static.passes else 1
-    B, T = target_BT.shape
-    num_positions = B // passes * T
-    chunk_size = -(-num_positions // _num_chunks(static, target_BT.size, *matrix_VD.shape))
+    num_passes = 2 if static.passes else 1
+    num_positions = target_BT.size // num_passes
+    num_chunks = _num_chunks(static, target_BT.size, *matrix_VD.shape)
+    chunk_size = -(-num_positions // num_chunks)
+    # The mean of all logits is the product with the mean row of the matrix, for label smoothing.
     mean_D = static.over_vocab(jax.lax.pmean, weights_VD.astype(jnp.float32).mean(axis=0))
     bias_mean = None if bias_V is None else static.over_vocab(jax.lax.pmean, bias_V.mean())
-
-    def in_chunks(x: Array, padding: int) -> Array:
-        width = x.shape[2:]  # () or (D,)
-        by_pass = x.reshape(-1, passes, T, *width).swapaxes(0, 1)
-        by_pass = by_pass.reshape(passes, num_positions, *width)
-        pads = [(0, 0), (0, -num_positions % chunk_size)] + [(0, 0)] * len(width)
-        padded = jnp.pad(by_pass, pads, constant_values=padding)
-        chunks = padded.reshape(passes, -1, chunk_size, *width).swapaxes(0, 1)
-        return chunks.reshape(-1, passes * chunk_size, *width)
 
     def add_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
@@ -228,12 +227,30 @@ def _on_device(
         LossSums(*np.zeros(4, np.float32)),
         *jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (matrix_VD, bias_V)),
     )
-    hidden_CLD, from_chunks = jax.vjp(partial(in_chunks, padding=0), hidden_BTD)
-    target_CL = in_chunks(target_BT, static.pad_id)
+    divide = partial(_divide_into_chunks, num_passes=num_passes, chunk_size=chunk_size)
+    hidden_CLD, from_chunks = jax.vjp(partial(divide, padding=0), hidden_BTD)
+    target_CL = divide(target_BT, padding=static.pad_id)
     carry, d_hidden_CLD = jax.lax.scan(add_chunk, start, (hidden_CLD, target_CL))
     sums, d_matrix_VD, d_bias_V = carry
     [d_hidden_BTD] = static.over_vocab(jax.lax.psum, from_chunks(d_hidden_CLD))
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
+
+
+def _divide_into_chunks(x: Array, *, num_passes: int, chunk_size: int, padding: int) -> Array:
+    """Divide [B, T] or [B, T, D] into C chunks, [C, L] or [C, L, D], with L = passes * chunk_size.
+
+    With two passes, the first half of a chunk holds tokens of the first pass, and the second half
+    holds the same tokens of the second pass: rows 2i and 2i + 1. For rows ``abc ABC def DEF`` and a
+    chunk size of 4, the chunks are ``abcdABCD`` and ``ef__EF__``, where _ is padding.
+    """
+    B, T, *width = x.shape
+    num_positions = B // num_passes * T
+    by_pass = x.reshape(-1, num_passes, T, *width).swapaxes(0, 1)
+    by_pass = by_pass.reshape(num_passes, num_positions, *width)
+    pads = [(0, 0), (0, -num_positions % chunk_size)] + [(0, 0)] * len(width)
+    padded = jnp.pad(by_pass, pads, constant_values=padding)
+    chunks = padded.reshape(num_passes, -1, chunk_size, *width).swapaxes(0, 1)
+    return chunks.reshape(-1, num_passes * chunk_size, *width)
 
 
 def _num_chunks(static: _StaticArguments, positions: int, vocab_size: int, d_model: int) -> int:

@@ -170,6 +170,20 @@ def _divide_into_units(text: str, start: int, end: int, patterns: Sequence[str])
     return units
 
 
+def _maximum_sum_interval(scores_T: np.ndarray) -> tuple[int, int]:
+    """Return the first and last index of the interval with the largest sum (Kadane's algorithm).
+
+    An interval's sum is the difference of two cumulative sums: after its last index, and before its
+    first. Scores of 1 -2 3 1 -5 2 give the interval 3 1, (2, 3).
+    """
+    sums_T = np.cumsum(scores_T)
+    sums_before_T = np.concatenate([[0], sums_T[:-1]])
+    best_sums_T = sums_T - np.minimum.accumulate(sums_before_T)  # of intervals that end here
+    last = int(best_sums_T.argmax())
+    first = int(sums_before_T[: last + 1].argmin())
+    return first, last
+
+
 def _relative_links(sources: Sequence[str], targets: Sequence[str]) -> np.ndarray:
     """Link each target to the source at its relative position in characters."""
     ends_S = np.cumsum([len(source) for source in sources])
@@ -241,12 +255,10 @@ class TargetWriter:
         if is_available_T.any():
             is_linked_inside_T = (links_T >= mark.first) & (links_T < mark.last)
             scores_T = np.where(is_linked_inside_T, link_strengths_T, -link_strengths_T)
-            sums_T = np.cumsum(np.where(is_available_T, scores_T, _EXCLUDED_SCORE))
-            before_T = np.concatenate([[0], sums_T[:-1]])
-            gains_T = sums_T - np.minimum.accumulate(before_T)
-            last = int(gains_T.argmax())
-            first = int(before_T[: last + 1].argmin())
-            if gains_T[last] <= 0:  # no unit links to it; it takes one
+            scores_T = np.where(is_available_T, scores_T, _EXCLUDED_SCORE)
+            if scores_T.max() > 0:
+                first, last = _maximum_sum_interval(scores_T)
+            else:  # no unit links to it; it takes one
                 available = np.flatnonzero(is_available_T)
                 preferred = int(np.searchsorted(available, self._gap_after_previous(mark) - start))
                 first = int(available[min(preferred, len(available) - 1)])
