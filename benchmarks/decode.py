@@ -41,6 +41,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,12 +149,15 @@ def ours(job: Answer, ids: Ids, *, dtype: str = "auto", weights: str = "auto") -
     config, model, _ = load(job)
     graph = abstract_model(replace(config.model, dtype=dtype)).graph
     model = nnx.merge(graph, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    suppress = () if job["workdir"] or job["output_length"] else (EOS_ID,)
+    suppressed_ids = () if job["workdir"] or job["output_length"] else (EOS_ID,)
     share = -(-config.decoding.batch_size // len(places))
     decoding = replace(config.decoding, batch_size=share)
     if weights != "auto":
         decoding = replace(decoding, weights=weights)
-    start = partial(engine.Engine, model, decoding, suppress=suppress)
+    # An older checkout calls the option "suppress".
+    is_older = "suppress" in signature(engine.Engine).parameters
+    options = {"suppress" if is_older else "suppressed_ids": suppressed_ids}
+    start = partial(engine.Engine, model, decoding, **options)
     first = start(device=places[0])
     copy = getattr(first, "on", lambda place: start(device=place))  # an older checkout has no "on"
     engines = [first, *map(copy, places[1:])]

@@ -75,7 +75,7 @@ def decoding(
         length_penalty=1.0,
         length_offset=0.0,
     )
-    engine = Engine(jax_model, config, suppress=(2,))
+    engine = Engine(jax_model, config, suppressed_ids=(2,))
     sentences = [Sentence(row.tolist()) for row in ids]
 
     def search() -> int:

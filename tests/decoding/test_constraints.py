@@ -64,7 +64,7 @@ def found_in(toys: np.ndarray, rules: Rules, *, beam_size: int):
         length_offset=rules.length_offset,
         constraints=Constraints(
             min_length=rules.min_length,
-            suppress=tuple(rules.suppress),
+            suppressed_ids=tuple(rules.suppress),
             no_repeat_ngram=rules.no_repeat_ngram,
         ),
     )
@@ -100,7 +100,7 @@ def test_a_wide_beam_equals_brute_force(name):
         ({"min_length": -1}, "min_length is -1"),
         ({"no_repeat_ngram": -2}, "no_repeat_ngram is -2"),
         ({"min_length": math.nan}, "min_length is nan"),
-        ({"suppress": (3, -1)}, "suppress is"),
+        ({"suppressed_ids": (3, -1)}, "suppressed_ids is"),
     ],
 )
 def test_settings_out_of_range(settings, message):

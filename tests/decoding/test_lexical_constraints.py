@@ -158,7 +158,7 @@ def test_a_term_that_does_not_fit_is_ignored():
 def test_an_impossible_term_does_not_prevent_a_result():
     """The best hypothesis at the limit is the result."""
     toys = random_chains(8, sentences=1, length=5, vocab=6)
-    [its] = found_in(toys, [[[[3]]]], beam_size=4, constraints=Constraints(suppress=(3,)))
+    [its] = found_in(toys, [[[[3]]]], beam_size=4, constraints=Constraints(suppressed_ids=(3,)))
     assert its and all(len(tokens) == 5 and 3 not in tokens for tokens, _, _ in its)
 
 

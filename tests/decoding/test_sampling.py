@@ -127,7 +127,7 @@ def test_top_p_keeps_no_token_beyond_the_boundary(parts):
 
 def test_the_most_likely_tokens_alone_are_greedy():
     """Top-k of 1 and low temperatures are greedy, even if all allowed tokens have low logits."""
-    rules = Constraints(suppress=(3, 4, 5))
+    rules = Constraints(suppressed_ids=(3, 4, 5))
     method = BeamSearch(**IDS, beam_size=1, constraints=rules)
     greedy = chains.hypotheses(_search(TOYS, np.full((2, 1), -1), np.arange(2), method=method))
     for settings in (
@@ -181,7 +181,7 @@ def test_an_unscored_prefix_has_log_probability_0():
 
 
 def test_samples_keep_the_rules():
-    rules = Constraints(min_length=2, suppress=(3,), no_repeat_ngram=1)
+    rules = Constraints(min_length=2, suppressed_ids=(3,), no_repeat_ngram=1)
     forced, free = draw(200, constraints=rules, prefixes=((4,), (-1,)))
     for tokens, _, _ in forced + free:
         *text, end = tokens

@@ -174,8 +174,8 @@ def test_every_field_has_a_docstring_for_help() -> None:
             "source is 'train.en'; expected a tuple with each item str",
         ),
         (
-            lambda: Constraints(suppress=(-1,)),
-            r"suppress is \(-1,\); expected a tuple with each item a number from 0 to 2\^31 - 1",
+            lambda: Constraints(suppressed_ids=(-1,)),
+            r"suppressed_ids is \(-1,\); expected a tuple with each item a number from 0 to 2\^31",
         ),
         (lambda: Config(seed=None), "seed is None; expected int"),
         (lambda: Config(model=DataConfig()), "expected ModelConfig"),

@@ -245,14 +245,14 @@ def test_repetitions_are_noticed():
 
 
 def test_a_repetition_is_a_warning(translator, caplog):
-    plan = translator.plan(Request("one", number=3, glossary={"one": "TWO"}))
+    plan = translator.plan(Request("one", line_number=3, glossary={"one": "TWO"}))
     [ids] = translator.tokenizer.target.encode(["SIX SIX SIX SIX SIX TWO"])
     plan.join([[Hypothesis(ids, -1.0, -1.0, [])]])
     assert "Line 3: the translation repeats 'SIX'. This happens if the model would" in caplog.text
 
 
 def test_a_long_translation_is_a_warning(translator, caplog):
-    plan = translator.plan(Request("one", number=3, glossary={"one": "TWO"}))
+    plan = translator.plan(Request("one", line_number=3, glossary={"one": "TWO"}))
     [ids] = translator.tokenizer.target.encode([" ".join([*WORDS[:9], "two"]).upper()])
     plan.join([[Hypothesis(ids, -1.0, -1.0, [])]])
     num_source = len(plan.sentences[0].tokens)

@@ -25,14 +25,14 @@ def objects(*values, **options):
 
 def test_text_lines_are_unchanged():
     lines = ("one", "", '{"text": "two"}')
-    expected = [Record(text, number=number) for number, text in enumerate(lines, 1)]
+    expected = [Record(text, line_number=number) for number, text in enumerate(lines, 1)]
     assert list(read_records(stream(*lines))) == expected
 
 
 def test_objects_have_text_and_prefix():
     [plain, forced] = objects({"text": "one\ntwo"}, {"id": 7, "text": "two", "prefix": "Z"})
-    assert (plain.number, plain.text, plain.prefix) == (1, "one two", "")
-    assert (forced.number, forced.text, forced.prefix) == (2, "two", "Z")
+    assert (plain.line_number, plain.text, plain.prefix) == (1, "one two", "")
+    assert (forced.line_number, forced.text, forced.prefix) == (2, "two", "Z")
     fields = {name: json.loads(value) for name, value in forced.fields}
     assert fields == {"id": 7, "text": "two", "prefix": "Z"}
     assert [record.text for record in objects({"en": "one", "text": 3}, text_field="en")] == ["one"]
@@ -68,14 +68,15 @@ def test_errors_name_the_line_and_keep_the_lines_before_it(line, message):
         found = batched(read_records(stream(good, good, line, good), "jsonl"), size)
         given = []
         with pytest.raises(UserError, match=message):
-            given.extend(record.number for block in found for record in block)
+            given.extend(record.line_number for block in found for record in block)
         assert given == [1, 2]
 
 
 def test_shards_share_the_lines():
     lines = [f"line {i}" for i in range(11)]
     shards = [
-        [(r.number, r.text) for r in read_records(stream(*lines), shard=(i, 3))] for i in range(3)
+        [(r.line_number, r.text) for r in read_records(stream(*lines), shard=(i, 3))]
+        for i in range(3)
     ]
     assert sorted(line for shard in shards for line in shard) == list(enumerate(lines, 1))
     assert [number for number, _ in shards[1]] == [2, 5, 8, 11]
@@ -111,11 +112,11 @@ def test_blocks_do_not_read_ahead(size):
         nonlocal read
         for i in range(20):
             read += 1
-            yield Record(str(i), number=i)
+            yield Record(str(i), line_number=i)
 
     done = 0
     for block in batched(records(), size):
-        assert [record.number for record in block] == list(range(done, min(done + size, 20)))
+        assert [record.line_number for record in block] == list(range(done, min(done + size, 20)))
         assert read == done + len(block)
         done += len(block)
     assert done == 20
@@ -130,7 +131,7 @@ def test_targets_belong_to_lines(tmp_path, kind):
     def read(**options):
         source = lines if kind == "file" else io.BytesIO(lines.read_bytes())
         for r in read_records(source, targets=targets, **options):
-            given.append((r.number, r.text, r.target))
+            given.append((r.line_number, r.text, r.target))
 
     given = []
     read()

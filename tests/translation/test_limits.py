@@ -167,7 +167,7 @@ def test_numbers_have_four_decimals_everywhere():
             -3.4568,
         ]
         assert each["alignment"] == [[0.3333, 0.6667], [0.0, 1.0]]
-    assert TextWriter(OutputFlags(nbest=2)).text(Record("a", number=8), [found]) == (
+    assert TextWriter(OutputFlags(nbest=2)).text(Record("a", line_number=8), [found]) == (
         "7 ||| x ||| -1.2346\n"
     )
 
@@ -178,9 +178,9 @@ def test_numbers_have_four_decimals_everywhere():
 def test_a_line_of_the_maximum_length_is_one_segment(translator, tokenizer, caplog):
     """decoding.max_source_length includes EOS; segments are as long as it allows."""
     whole, longer = (line_of(tokenizer.source, count) for count in (23, 24))
-    [sentence] = translator.plan(Request(whole, number=1)).sentences
+    [sentence] = translator.plan(Request(whole, line_number=1)).sentences
     assert len(sentence.tokens) == 23 and not caplog.text
-    segments = translator.plan(Request(longer, number=7)).sentences
+    segments = translator.plan(Request(longer, line_number=7)).sentences
     assert [len(each.tokens) for each in segments] == [23, 1]
     [message] = caplog.messages
     said = "Line 7 has 24 tokens; the maximum is 23, so it is translated in 2 segments."
@@ -330,7 +330,7 @@ def test_references_are_scored_with_the_runs_bleu_tokenizer(
 def test_hypotheses_run_out_where_the_search_finds_fewer(translator):
     """Segments of a line are joined while every segment has another hypothesis."""
     line = " ".join(WORDS) * 5
-    plan = translator.plan(Request(line, number=1), 3)
+    plan = translator.plan(Request(line, line_number=1), 3)
     hypotheses = [list(each) for each in translator.engines[0].search(plan.sentences)]
     hypotheses[1] = hypotheses[1][:2]
     found = plan.join(hypotheses)

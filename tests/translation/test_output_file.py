@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 def translate(record, nbest=1):
     """Translate into ``nbest`` hypotheses, or one for every fourth line."""
-    texts = [f"{record.text.upper()} {k}" for k in range(nbest if record.number % 4 else 1)]
+    texts = [f"{record.text.upper()} {k}" for k in range(nbest if record.line_number % 4 else 1)]
     return [Translation(text, -1.0 - k, -2.0, 3) for k, text in enumerate(texts)]
 
 

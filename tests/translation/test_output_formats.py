@@ -29,7 +29,7 @@ OTHER = Alignment(
     ("▁yes", "▁fine", "</s>"), ("▁nein", "</s>"), np.array([[0, 1, 0], [0, 0, 1]]), [0, 1], [0]
 )
 ALIGNED = dataclasses.replace(BEST, alignment=ALIGNMENT)
-RECORD = Record("yes fine", number=5)
+RECORD = Record("yes fine", line_number=5)
 
 
 def json_lines(output, line, translations):

@@ -32,7 +32,7 @@ def translator(*symbols: str) -> Translator:
 def test_a_line_needs_a_known_tag(caplog, text, message):
     tagged = translator("<2de>", "<2fr>")
     for _ in range(3):
-        tagged.plan(Request(text, number=7))
+        tagged.plan(Request(text, line_number=7))
     assert len(caplog.messages) == bool(message)
     if message:
         assert caplog.messages[0].startswith(message) and "one of: <2de>, <2fr>." in caplog.text

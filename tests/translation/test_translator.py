@@ -157,7 +157,7 @@ def test_a_single_line_is_an_error(translator, line):
         (b"one", "Line 2 is b'one'; expected text"),
         ("one \ud800", "Line 2 is not valid Unicode; expected no lone surrogates"),
         (Request("one", prefix="\ud800"), "Line 2: prefix is not valid Unicode"),
-        (Request("one", prefix=7, number=5), "Line 5: prefix is 7; expected text"),
+        (Request("one", prefix=7, line_number=5), "Line 5: prefix is 7; expected text"),
     ],
 )
 def test_invalid_lines(translator, line, message):
@@ -191,7 +191,7 @@ def test_a_long_line_is_translated_in_segments(translator, caplog):
     assert len(long.split()) > 30
     [message] = caplog.messages
     assert message.startswith("Line 2 has ") and "the maximum is 23, so it is translated" in message
-    [several] = translator.stream([Request(line, number=2**40)], num_hypotheses=3)
+    [several] = translator.stream([Request(line, line_number=2**40)], num_hypotheses=3)
     assert several[0].text == long
     scores = [t.score for t in several]
     assert len(several) == 3 and scores == sorted(scores, reverse=True)
@@ -199,7 +199,7 @@ def test_a_long_line_is_translated_in_segments(translator, caplog):
 
 def test_each_line_and_each_segment_draws_its_own_samples(translator):
     text = " ".join(WORDS) * 30
-    requests = [Request(text, prefix=WORDS[0].upper(), number=number) for number in (1, 2, 2)]
+    requests = [Request(text, prefix=WORDS[0].upper(), line_number=number) for number in (1, 2, 2)]
     first, second, again = (translator.plan(request).sentences for request in requests)
     seeds = [sentence.seed for sentence in first + second]
     assert len(set(seeds)) == len(seeds) > 8

@@ -201,14 +201,14 @@ def _tokenized_by_workers(
     chunks: Iterable[tuple[int, Pairs]], job: TokenizeJob, workers: int
 ) -> Generator[TokenizedChunk, None, None]:
     """Send chunks to workers in turn. A worker gets a new chunk after its result is received."""
-    started: list[_Worker] = []
+    all_workers: list[_Worker] = []
     busy: deque[_Worker] = deque()
     try:
         for _ in range(workers):
-            started.append(_Worker())
-        for worker in started:
+            all_workers.append(_Worker())
+        for worker in all_workers:
             worker.send(job)
-        for chunk, worker in zip(chunks, cycle(started)):
+        for chunk, worker in zip(chunks, cycle(all_workers)):
             result = busy.popleft().result() if len(busy) == workers else None
             worker.send(chunk)
             busy.append(worker)
@@ -217,7 +217,7 @@ def _tokenized_by_workers(
         while busy:
             yield busy.popleft().result()
     finally:
-        for worker in started:
+        for worker in all_workers:
             worker.close()
 
 

@@ -25,7 +25,7 @@ class Constraints(ConstraintSettings):
     reported log-probabilities are the model's own.
     """
 
-    suppress: tuple[Count, ...] = ()
+    suppressed_ids: tuple[Count, ...] = ()
     """Token ids that are never generated."""
 
     def apply(
@@ -54,7 +54,7 @@ class Constraints(ConstraintSettings):
             repeats_RL = _ends_of_repeats(tokens_RL, position_R, self.no_repeat_ngram)
             bounds_RL = jnp.where(repeats_RL & is_free_R1, IMPOSSIBLE, jnp.inf)
             logits_RV = logits_RV.at[rows_R1, tokens_RL].min(bounds_RL)
-        never_F = jnp.array(sorted({*self.suppress} | {pad_id} - {eos_id}), jnp.int32)
+        never_F = jnp.array(sorted({*self.suppressed_ids} | {pad_id} - {eos_id}), jnp.int32)
         bounds_R1 = jnp.where(is_free_R1, IMPOSSIBLE, jnp.inf)
         logits_RV = logits_RV.at[:, never_F].min(bounds_R1)
         if self.min_length:

@@ -38,14 +38,14 @@ from transformer_jax.settings.config import (
     ConstraintSettings,
     DecodingConfig,
     ModelConfig,
-    RankingSettings,
     SamplingSettings,
+    SearchSettings,
 )
 
 logger = logging.getLogger(__name__)
 
 # Search methods by their names in ``decoding.method``, with their settings.
-SEARCH_METHODS: dict[str, tuple[type[SearchMethod], type[RankingSettings]]] = {
+SEARCH_METHODS: dict[str, tuple[type[SearchMethod], type[SearchSettings]]] = {
     "beam": (BeamSearch, BeamSettings),
     "sample": (Sampling, SamplingSettings),
 }
@@ -71,17 +71,17 @@ class Engine:
         model: Transformer | Ensemble,
         config: DecodingConfig,
         *,
-        suppress: tuple[int, ...] = (),
+        suppressed_ids: tuple[int, ...] = (),
         unscored_prefix_length: int = 0,
         device: jax.Device | None = None,
     ):
-        """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
-        token ids of ``config.suppress``; ``unscored_prefix_length`` is that of ``BeamSearch``.
-        Raises ``UserError`` if ``config.weights`` is int8 without AVX-512 VNNI.
+        """Set up the search on ``device`` (default: the parameters' device). ``suppressed_ids``
+        are the token ids of ``config.suppress``; ``unscored_prefix_length`` is that of
+        ``BeamSearch``. Raises ``UserError`` if ``config.weights`` is int8 without AVX-512 VNNI.
         """
         check_weights(config.weights)
         self.config = config
-        self.method = _search_method(config, suppress, model.config, unscored_prefix_length)
+        self.method = _search_method(config, suppressed_ids, model.config, unscored_prefix_length)
         positions = model.config.position_limit
         self.max_source_length = min(config.max_source_length, positions)
         self._max_target_length = partial(config.max_target_length, positions=positions)
@@ -397,7 +397,7 @@ def search_together(
 
 def _search_method(
     config: DecodingConfig,
-    suppress: tuple[int, ...],
+    suppressed_ids: tuple[int, ...],
     model: ModelConfig,
     unscored_prefix_length: int,
 ) -> SearchMethod:
@@ -407,7 +407,7 @@ def _search_method(
         "bos_id": model.decoder_start_id,
         "eos_id": model.eos_id,
         "pad_id": model.pad_id,
-        "constraints": Constraints(suppress=suppress, **constraint_settings),
+        "constraints": Constraints(suppressed_ids=suppressed_ids, **constraint_settings),
         "unscored_prefix_length": unscored_prefix_length,
     }
     method, settings = SEARCH_METHODS[config.method]

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from transformer_jax.settings.config import RankingSettings
+from transformer_jax.settings.config import SearchSettings
 
 LogProbs = TypeVar("LogProbs", Array, float)
 
 
-def ranking_score(log_probs: LogProbs, lengths: Array | int, settings: RankingSettings) -> LogProbs:
+def ranking_score(log_probs: LogProbs, lengths: Array | int, settings: SearchSettings) -> LogProbs:
     """Compute the scores of hypotheses: arrays [B] or [B, W] and lengths [B], or two numbers.
 
     The score must not fall if log-probability or length grows: beam search stops when the best live

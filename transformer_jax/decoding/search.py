@@ -25,7 +25,7 @@ from transformer_jax.decoding.logits import log_sum_exp
 from transformer_jax.decoding.ranking import ranking_score
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import Count
-from transformer_jax.settings.config import RankingSettings
+from transformer_jax.settings.config import SearchSettings
 
 Cache = Any
 StepFn = Callable[[Array, Cache], tuple[Array, Cache]]
@@ -123,7 +123,7 @@ class NextToken(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchMethod(RankingSettings, ABC):
+class SearchMethod(SearchSettings, ABC):
     """Base class of ``BeamSearch`` and ``Sampling``. All settings are static under ``jax.jit``.
 
     Adds token ids and constraints to the settings of a search, which ``DecodingConfig`` shares.

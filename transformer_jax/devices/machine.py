@@ -56,8 +56,8 @@ def _quota_of(group: Path) -> float:
         words += _read(group / "cpu.cfs_period_us").split()
     if len(words) != 2 or not all(word.isdecimal() for word in words):  # max, -1
         return math.inf
-    microseconds, period = map(int, words)
-    return microseconds / period if microseconds and period else math.inf
+    quota, period = map(int, words)  # microseconds of CPU time, in so many microseconds
+    return quota / period if quota and period else math.inf
 
 
 def _read(file: Path) -> str:

@@ -65,7 +65,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
     shape = (data // len(slices), config.fsdp, config.tensor)
     try:
-        grids = [
+        device_arrays = [
             create_device_mesh(shape, slice_devices, allow_split_physical_axes=True)
             for slice_devices in slices
         ]
@@ -76,7 +76,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             "Use powers of two, and all devices in the slice."
         ) from None
     axes = ("data", "fsdp", "tensor")
-    return Mesh(np.concatenate(grids), axes, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(np.concatenate(device_arrays), axes, axis_types=(AxisType.Auto,) * 3)
 
 
 def _slices(devices: Sequence[jax.Device], count: int | None) -> list[list[jax.Device]]:

@@ -257,15 +257,15 @@ def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor]
     output = target if output is None else output
     modules = {"source_embedding": source, "target_embedding": target, "output": output}
     for name, module in modules.items():
-        limited = " with max_norm" if getattr(module, "max_norm", None) else ""
+        max_norm_note = " with max_norm" if getattr(module, "max_norm", None) else ""
         if isinstance(module, Tensor):
             tensors[f"{name}.weight"] = module
-        elif type(module) in (nn.Embedding, nn.Linear) and not limited:
+        elif type(module) in (nn.Embedding, nn.Linear) and not max_norm_note:
             tensors |= {f"{name}.{leaf}": x for leaf, x in module.state_dict().items()}
         else:
             raise UserError(
-                f"{name} is a {type(module).__name__}{limited}; expected a torch.nn.Embedding, a "
-                "torch.nn.Linear as output, or a matrix."
+                f"{name} is a {type(module).__name__}{max_norm_note}; expected a "
+                "torch.nn.Embedding, a torch.nn.Linear as output, or a matrix."
             )
     at = [tensors[f"{name}.weight"].data_ptr() for name in modules]
     ties = {(True, True): "all", (True, False): "embeddings", (False, True): "target"}

@@ -32,10 +32,10 @@ def runs_kernels() -> bool:
     if jax.default_backend() != "gpu":
         return False
     try:
-        is_new = float(getattr(jax.devices()[0], "compute_capability", 8.0)) >= 8.0
+        has_bfloat16_matmuls = float(getattr(jax.devices()[0], "compute_capability", 8.0)) >= 8.0
     except ValueError:  # AMD GPUs report a name
         return False
-    return is_new and _has_triton()
+    return has_bfloat16_matmuls and _has_triton()
 
 
 @cache

@@ -106,8 +106,8 @@ class Pretrained(PretrainedModel):
         """Fix source and target language of a model that starts with the target's."""
         ids = self._tokenizer.ids[-1]
         start = self.special_ids.decoder_start
-        tokens_of_start = [token for token in file_languages.tokens.values() if ids[token] == start]
-        defaults = file_languages.source, [*tokens_of_start, file_languages.target][0]
+        start_languages = [token for token in file_languages.tokens.values() if ids[token] == start]
+        defaults = file_languages.source, [*start_languages, file_languages.target][0]
         pair = []
         for code, default in zip(languages, defaults):
             pair.append(file_languages.tokens.get(code, "") if code else default)

@@ -103,13 +103,13 @@ def _objects(file: Path, **fields: type) -> list[dict[str, Any]]:
         raise UserError(f"{str(file)!r} is corrupt: {error} Fix or delete it.") from None
 
 
-def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
-    """Translate ``number`` lines of the dev set, and compute attention for ``texts`` (default: the
-    first line). Failures are added to ``run.problems``.
+def take_samples(run: Run, num_lines: int, texts: Sequence[str]) -> None:
+    """Translate ``num_lines`` lines of the dev set, and compute attention for ``texts`` (default:
+    the first line). Failures are added to ``run.problems``.
     """
     enable_compilation_cache()
     try:
-        pairs = _dev_lines(run, number)
+        pairs = _dev_lines(run, num_lines)
         if not pairs and not texts:
             return
         requests = []
@@ -131,9 +131,9 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
         run.problems.append(f"Translations and attention are incomplete: {one_line(error)}")
 
 
-def _dev_lines(run: Run, number: int) -> list[TextPair]:
+def _dev_lines(run: Run, num_lines: int) -> list[TextPair]:
     """Read evenly spaced lines from the part of the dev set that has BLEU, or from all of it."""
-    if not number:
+    if not num_lines:
         return []
     data = run.config.data
     if not data.dev.is_given:
@@ -142,4 +142,4 @@ def _dev_lines(run: Run, number: int) -> list[TextPair]:
     dev = list(ParallelText(data.dev, data.root).text_pairs())
     lines = first_pairs(dev, run.config.training.bleu_sentences or len(dev))
     pairs = [pair for pair in lines if pair.source.strip() and pair.target.strip()]
-    return pairs[:: -(-len(pairs) // number)][:number] if pairs else []
+    return pairs[:: -(-len(pairs) // num_lines)][:num_lines] if pairs else []

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import Config
-from transformer_jax.settings.config_files import from_dict
+from transformer_jax.settings.config_files import config_from_dict
 from transformer_jax.storage.files import (
     MANIFEST,
     AnyPath,
@@ -70,7 +70,7 @@ class Manifest:
     def config(self) -> Config:
         """The config that the checkpoint or model was trained with."""
         try:
-            return from_dict(self.content.get("config"))
+            return config_from_dict(self.content.get("config"))
         except UserError as error:
             raise UserError(f"{self.folder / MANIFEST} is corrupt: {error}") from None
 

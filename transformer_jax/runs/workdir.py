@@ -286,9 +286,9 @@ def _check_changes(workdir: Workdir, differences: list[Difference], *, allow_cha
     if not differences:
         return
     fields = fields_that_differ(differences)
-    changeable = all(difference.changeable for difference in differences)
-    if not (changeable and allow_changes):
-        flag = ", or --allow-changes" if changeable else ""
+    can_change = all(difference.changeable for difference in differences)
+    if not (can_change and allow_changes):
+        flag = ", or --allow-changes" if can_change else ""
         raise UserError(
             f"{str(workdir)!r} contains a run with a different config. Use another --workdir or "
             f"the same settings{flag}. {fields}"

@@ -83,9 +83,9 @@ def changeable_settings() -> str:
             for field in fields
             if section and ROLES[f"{section}.{field}"].on_resume == "changeable"
         ]
-        exceptions = [field for field in fields if field not in changeable]
-        if len(exceptions) < len(changeable):
-            note = f" (except {' and '.join(exceptions)})" if exceptions else ""
+        fixed = [field for field in fields if field not in changeable]
+        if len(fixed) < len(changeable):
+            note = f" (except {' and '.join(fixed)})" if fixed else ""
             parts.append(f"{section}.*{note}")
         else:
             parts += [f"{section}.{field}" for field in changeable]

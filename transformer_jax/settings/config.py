@@ -398,8 +398,8 @@ class PairsConfig(Section):
             is_field = bool(getattr(self, f"{name}_field"))
             has_fields = self.kind not in ("text", "none")
             yield f"{name}_field", has_fields or not is_field, f"'' for kind {self.kind!r}"
-            both = is_field and bool(getattr(self, f"{name}s"))
-            yield f"{name}_field", not both, f"'' with {name}s"
+            has_list = bool(getattr(self, f"{name}s"))
+            yield f"{name}_field", not (is_field and has_list), f"'' with {name}s"
         yield "alignments", self.kind == "text" or not self.alignments, "no files, except for text"
         yield (
             "temperature",
@@ -616,7 +616,7 @@ class TrainingConfig(LossSettings, prefix="training."):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankingSettings(Section):
+class SearchSettings(Section):
     """Settings of every search method. Hypotheses are ranked by log P / length penalty."""
 
     beam_size: SmallCount = 4
@@ -630,7 +630,7 @@ class RankingSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSettings(RankingSettings):
+class BeamSettings(SearchSettings):
     """Settings of beam search."""
 
     patience: PositiveFloat | None = None
@@ -640,7 +640,7 @@ class BeamSettings(RankingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSettings(RankingSettings):
+class SamplingSettings(SearchSettings):
     """Settings of sampling."""
 
     temperature: PositiveFloat = 1.0

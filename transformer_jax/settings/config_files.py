@@ -112,10 +112,10 @@ def from_json(text: str | bytes) -> Config:
 
     Raises ``UserError`` on unknown fields or invalid values.
     """
-    return from_dict(parse_object(text, "The config"))
+    return config_from_dict(parse_object(text, "The config"))
 
 
-def from_dict(values: Any) -> Config:
+def config_from_dict(values: Any) -> Config:
     """Build a config from the output of ``dataclasses.asdict``, perhaps read from a JSON file.
 
     Raises ``UserError`` on unknown fields or invalid values.

@@ -73,10 +73,11 @@ class Languages(NamedTuple):
         if not language and (default or not self.tokens or self.places.in_text):
             return default
         if language not in self.tokens:
-            none = "none, because the model has no language codes or was imported for one pair"
-            hint = "(a model that is trained from scratch needs tokenizer.new_languages)"
-            known = ", ".join(self.tokens) or f"{none} {hint}"
-            raise UserError(f"{field} is {short_repr(language)}; expected one of: {known}.")
+            codes = ", ".join(self.tokens) or (
+                "none, because the model has no language codes or was imported for one pair "
+                "(a model that is trained from scratch needs tokenizer.new_languages)"
+            )
+            raise UserError(f"{field} is {short_repr(language)}; expected one of: {codes}.")
         return self.tokens[language]
 
     def with_defaults(self, source: str, target: str) -> Languages:

@@ -61,8 +61,8 @@ class CompileAhead:
         any compiled shape, or ``UserError`` if a shape does not fit into memory.
         """
         self.before_collectives(show)
-        done = [step for step in self._compiled_steps.values() if step.done()]
-        self._wait([*done, self._compiled_steps[shape]], show)
+        compiled = [step for step in self._compiled_steps.values() if step.done()]
+        self._wait([*compiled, self._compiled_steps[shape]], show)
         return self._compiled_steps[shape].result()
 
     def before_collectives(self, show: Callable[[str], None]) -> None:
@@ -79,8 +79,8 @@ class CompileAhead:
     def _wait(self, needed: list[Future[Any]], show: Callable[[str], None]) -> None:
         for future in needed:
             if not future.done():
-                done = sum(step.done() for step in self._compiled_steps.values())
-                show(f"compiling shape {done + 1} of {len(self._compiled_steps)}")
+                num_compiled = sum(step.done() for step in self._compiled_steps.values())
+                show(f"compiling shape {num_compiled + 1} of {len(self._compiled_steps)}")
             future.result()
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ class Evaluator:
                     pair.source,
                     source_language=source_language,
                     target_language=target_language,
-                    number=number,
+                    line_number=number,
                 )
             )
         count = jax.process_count()

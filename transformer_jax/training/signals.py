@@ -29,15 +29,15 @@ class Signals:
     def __enter__(self) -> Signals:
         # Only the main thread can set handlers.
         if threading.current_thread() is threading.main_thread():
-            for number in STOPPING:
+            for signal_number in STOPPING:
                 # With several processes, JAX's runtime handles SIGTERM and notifies all processes.
-                if jax.process_count() == 1 or number != signal.SIGTERM:
-                    self._before[number] = signal.signal(number, self._handle)
+                if jax.process_count() == 1 or signal_number != signal.SIGTERM:
+                    self._before[signal_number] = signal.signal(signal_number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in self._before.items():
+            signal.signal(signal_number, handler)
 
     def stop_after(self, step: int) -> bool:
         """Return True if training must stop after this step.
@@ -48,12 +48,12 @@ class Signals:
             self.received = signal.SIGTERM.name
         return self.received is not None
 
-    def _handle(self, number: int, frame: Any) -> None:
+    def _handle(self, signal_number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if jax.process_count() > 1:
             signal.raise_signal(signal.SIGTERM)
             return
-        self.received = signal.Signals(number).name
+        self.received = signal.Signals(signal_number).name
         # print() could raise here if the signal interrupted another print().
         with suppress(OSError):
             os.write(2, b"stopping; saving ... (press Ctrl-C to quit immediately)\n")

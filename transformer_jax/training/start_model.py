@@ -93,8 +93,8 @@ class StartModel:
         """
         parameters = jax.tree.map(_with_added_rows, self._parameters, abstract)
         new_rows = dict(tokenizer.new_rows)
-        for number in self._tokenizer.new_rows:
-            del new_rows[number]
+        for token_id in self._tokenizer.new_rows:
+            del new_rows[token_id]
         return map_named(partial(_with_rows, new_rows), parameters)
 
 
@@ -107,7 +107,7 @@ def _with_added_rows(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> n
 def _with_rows(new_rows: Mapping[int, Sequence[int]], name: str, values: np.ndarray) -> np.ndarray:
     """Set rows of a vocabulary's matrix, or softmax biases, each to the mean of rows of others."""
     if VOCABULARY_MATRIX.search(name) or name == "softmax_bias":
-        for number, start in new_rows.items():
-            if start:
-                values[number] = values[list(start)].mean(0, dtype=np.float64)
+        for token_id, start_ids in new_rows.items():
+            if start_ids:
+                values[token_id] = values[list(start_ids)].mean(0, dtype=np.float64)
     return values

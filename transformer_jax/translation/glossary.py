@@ -250,8 +250,7 @@ def find_repetition(tokens: Sequence[str], terms: Terms) -> str:
     """Return what a translation says four or more times in a row, if anything: up to four tokens
     that no target term repeats. A model that is forced to use a term it would never say does this.
     """
-    joined = "\0".join(tokens) + "\0"
-    repeated = _REPETITION.search(joined)
+    repeated = _REPETITION.search("\0".join(tokens) + "\0")
     if repeated is None:
         return ""
     phrase = repeated[1].replace("\0", "").replace("▁", " ").strip() or " "

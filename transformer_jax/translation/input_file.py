@@ -59,7 +59,7 @@ def read_records(
     if format in FORMATS:
         text = read_text(source)
         _warn_of_charset(text, name)
-        yield Record(text, format=format, number=1)
+        yield Record(text, format=format, line_number=1)
         return
     pairs = zip_longest(read_lines(source), read_lines(targets) if targets else ())
     for number, (line, target) in islice(enumerate(pairs, 1), shard[0], None, shard[1]):
@@ -70,7 +70,7 @@ def read_records(
                 f"{shorter} has no line {number}, but {longer} does; both files must have the same "
                 "number of lines because targets are paired with the input line by line."
             )
-        record = Record(line, number=number, target=target, format=markup or "text")
+        record = Record(line, line_number=number, target=target, format=markup or "text")
         if format == "jsonl":
             record = _from_json(record, f"{name}, line {number}", text_field)
         yield record

@@ -137,7 +137,7 @@ class TextWriter:
     def _line(self, record: Record, translation: Translation) -> str:
         columns = [f"{translation.log_prob:.4f}" if self._log_probs else translation.text]
         if self._flags.nbest > 1:
-            columns = [str(record.number - 1), *columns, f"{translation.score:.4f}"]
+            columns = [str(record.line_number - 1), *columns, f"{translation.score:.4f}"]
         if self._flags.alignments:
             columns.append(translation.alignment.hard() if translation.alignment else "")
         return _SEPARATOR.join(columns) + "\n"

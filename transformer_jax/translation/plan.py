@@ -256,7 +256,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Planner:
+class PlanBuilder:
     """Makes plans for one model."""
 
     tokenizer: Tokenizer
@@ -370,13 +370,13 @@ class _PartMaker:
     """Makes the parts of one request in order.
 
     Attributes:
-      language: see ``Planner.plan``.
+      language: see ``PlanBuilder.plan``.
       tag: text that begins every part.
     """
 
     def __init__(
         self,
-        planner: Planner,
+        plan_builder: PlanBuilder,
         request: Request,
         glossaries: list[Glossary],
         num_hypotheses: int,
@@ -386,13 +386,13 @@ class _PartMaker:
     ):
         self.language = language
         self.tag = tag
-        self._planner = planner
+        self._plan_builder = plan_builder
         self._request = request
         self._glossaries = glossaries
         self._num_hypotheses = num_hypotheses
-        self._affixes = request.affixes(planner.tokenizer)
+        self._affixes = request.affixes(plan_builder.tokenizer)
         self._unscored_prefix = self._affixes.before_target[
-            : planner.tokenizer.unscored_prefix_length
+            : plan_builder.tokenizer.unscored_prefix_length
         ]
         self._prefix_ids = self._unscored_prefix
         if prefix := self._encoded_prefix():
@@ -410,7 +410,7 @@ class _PartMaker:
 
     def make(self, source: str, before: str = "", needs_alignment: bool = False) -> Part:
         """Make the next part. Only the first has the request's prefix."""
-        tokenizer = self._planner.tokenizer
+        tokenizer = self._plan_builder.tokenizer
         request = dataclasses.replace(
             self._request, text=self.tag + source, prefix=self._prefix_text
         )
@@ -423,7 +423,7 @@ class _PartMaker:
                 Sentence(
                     segment.tokens,
                     self._prefix_ids,
-                    seed=(max(1, request.number) + _SEED_STRIDE * index) % 2**32,
+                    seed=(max(1, request.line_number) + _SEED_STRIDE * index) % 2**32,
                     num_hypotheses=self._num_hypotheses,
                     terms=self._term_table(terms if is_one_segment else self._terms(segment.text)),
                 )
@@ -437,7 +437,7 @@ class _PartMaker:
     def warn_of_long_parts(self) -> None:
         """Say in one message which parts are translated in segments."""
         name = self._request.name
-        max_tokens = self._planner.max_source_tokens
+        max_tokens = self._plan_builder.max_source_tokens
         if len(self._long_parts) == 1:
             num_tokens, num_segments = self._long_parts[0]
             message = "%s has %d tokens; the maximum is %d, so it is translated in %d segments."
@@ -448,17 +448,17 @@ class _PartMaker:
 
     def _segments(self, request: Request) -> tuple[Sequence[Segment], str]:
         """Return the segments of a part, and the text after them."""
-        planner = self._planner
-        [text_ids] = planner.tokenizer.source.encode([request.text])
+        plan_builder = self._plan_builder
+        [text_ids] = plan_builder.tokenizer.source.encode([request.text])
         tokens = self._affixes.source(text_ids)
         if not tokens:
             return [], ""
-        if len(tokens) <= planner.max_source_tokens:
+        if len(tokens) <= plan_builder.max_source_tokens:
             return [Segment(request.text, tokens)], ""
         segments, after = cut_into_segments(
             request.text,
-            planner.max_source_tokens,
-            planner.tokenizer,
+            plan_builder.max_source_tokens,
+            plan_builder.tokenizer,
             self._affixes,
             self.language,
         )
@@ -468,7 +468,7 @@ class _PartMaker:
     def _encoded_prefix(self) -> list[int]:
         """Return the token ids of the request's prefix, which is ignored if the text is blank."""
         request = self._request
-        target = self._planner.tokenizer.target
+        target = self._plan_builder.tokenizer.target
         check_text(request.prefix, f"{request.name}: prefix")
         if not request.prefix or not request.text.strip():
             return []
@@ -477,7 +477,7 @@ class _PartMaker:
         if target.unk_id in prefix:
             tokens = short_repr(" ".join(target.tokens(prefix)))
             raise UserError(f"{name} has tokens outside the vocabulary ({tokens}); remove them.")
-        max_tokens = self._planner.max_prefix_tokens
+        max_tokens = self._plan_builder.max_prefix_tokens
         if len(prefix) > max_tokens:
             raise UserError(
                 f"{name} has {len(prefix)} tokens; expected at most {max_tokens} "
@@ -494,9 +494,9 @@ class _PartMaker:
     def _term_table(self, terms: Terms) -> np.ndarray | None:
         if not terms:
             return None
-        if self._planner.no_terms_because:
+        if self._plan_builder.no_terms_because:
             raise UserError(
-                f"{self._planner.no_terms_because}, because only our beam search can use a "
+                f"{self._plan_builder.no_terms_because}, because only our beam search can use a "
                 "glossary."
             )
         alternatives = [[target.ids for target in targets] for targets in terms.values()]

@@ -34,21 +34,21 @@ class Request:
     """Format of the text and its translation. HTML and XML are divided into sentences."""
     glossary: GlossaryTerms = field(default_factory=dict, hash=False)
     """Target terms that the translation must contain, by source term, if that is in the text."""
-    number: int = 0
+    line_number: int = 0
     """Line number, used in messages and as the sampling seed. 0 stands for the line's position in
     the stream, counting from 1.
     """
 
     @classmethod
-    def of(cls, line: str | Request, number: int) -> Request:
-        """Return the line as a request, with this number unless it has one."""
+    def of(cls, line: str | Request, line_number: int) -> Request:
+        """Return the line as a request, with this line number unless it has one."""
         request = line if isinstance(line, Request) else cls(line)
-        return request if request.number else replace(request, number=number)
+        return request if request.line_number else replace(request, line_number=line_number)
 
     @property
     def name(self) -> str:
         """Name in messages."""
-        return f"Line {self.number}" if self.number else "The text"
+        return f"Line {self.line_number}" if self.line_number else "The text"
 
     def affixes(self, tokenizer: Tokenizer) -> Affixes:
         """Return the token ids around the source and before the target."""

@@ -25,7 +25,7 @@ from transformer_jax.translation.engine_choice import choose_engine
 from transformer_jax.translation.glossary import Glossary
 from transformer_jax.translation.loading import check_vocabulary, load_models
 from transformer_jax.translation.markup import PLACEHOLDERS
-from transformer_jax.translation.plan import Plan, Planner
+from transformer_jax.translation.plan import Plan, PlanBuilder
 from transformer_jax.translation.requests import (
     GlossaryTerms,
     Request,
@@ -73,12 +73,12 @@ class Translator:
         self.config = config or DecodingConfig()
         self._devices = devices
         self.ctranslate2 = ctranslate2
-        suppress = tuple(tokenizer.target.suppressed_ids(self.config.suppress))
-        self.engines = self._make_engines(model, suppress)
+        suppressed_ids = tuple(tokenizer.target.suppressed_ids(self.config.suppress))
+        self.engines = self._make_engines(model, suppressed_ids)
         unk_id = tokenizer.target.unk_id
-        self._planner = Planner(
+        self._plan_builder = PlanBuilder(
             tokenizer,
-            frozenset(suppress if unk_id is None else (unk_id, *suppress)),
+            frozenset(suppressed_ids if unk_id is None else (unk_id, *suppressed_ids)),
             max_source_tokens=self.engines[0].max_source_length - 1,  # EOS takes one position
             max_prefix_tokens=self.config.max_target_length(1, model.config.position_limit) - 1,
             no_terms_because=self._no_terms_because(),
@@ -95,14 +95,14 @@ class Translator:
         return ""
 
     def _make_engines(
-        self, model: Transformer | Ensemble, suppress: tuple[int, ...]
+        self, model: Transformer | Ensemble, suppressed_ids: tuple[int, ...]
     ) -> list[Engine]:
         """Make one engine for each device."""
         batch_size = -(-self.config.batch_size // max(1, len(self._devices)))
         engine = Engine(
             model,
             dataclasses.replace(self.config, batch_size=batch_size),
-            suppress=suppress,
+            suppressed_ids=suppressed_ids,
             unscored_prefix_length=self.tokenizer.unscored_prefix_length,
             device=self._devices[0] if self._devices else None,
         )
@@ -251,15 +251,15 @@ class Translator:
 
     def plan(self, request: Request, num_hypotheses: int = 1, **options: Any) -> Plan:
         """Plan the translation of a request: ``plan.sentences`` are for the search, and
-        ``plan.join(hypotheses)`` returns the translations. See ``Planner.plan`` for ``options``.
+        ``plan.join(hypotheses)`` returns the translations. ``options``: see ``PlanBuilder.plan``.
         """
-        return self._planner.plan(request, self._glossary, num_hypotheses, **options)
+        return self._plan_builder.plan(request, self._glossary, num_hypotheses, **options)
 
     def tokenize_glossary(self, terms: GlossaryTerms, name: str) -> Glossary:
         """Tokenize a glossary once for many requests. ``name`` is for messages. Raises
         ``UserError`` if a term is invalid.
         """
-        return self._planner.glossary(terms, name)
+        return self._plan_builder.glossary(terms, name)
 
     def log_glossary(self) -> None:
         """Log how many terms of the translator's glossary have occurred in the input."""
