@@ -96,47 +96,59 @@ class BeamSearch(SearchMethod, BeamSettings):
         """Find the 2W best continuations of each sentence. Returns their parent beams, tokens and
         log-probabilities, each [B, 2W].
 
-        Within a beam, logits rank tokens in the same order as log-probabilities. Log-probabilities
-        over the whole vocabulary are therefore never materialized.
+        They are among the K best tokens of each hypothesis. For W = 2 hypotheses with K = 4 tokens
+        each, continuation 5 (of 0 to 7) is token 1 of hypothesis 1.
         """
-        logits_RV, normalizer_R1, forced_R = scores
         B, W = state.live.log_probs_BW.shape
-        K = min(2 * W, logits_RV.shape[1])
-        logits_RK, tokens_RK = top_k(logits_RV, K)
-        terms_BKAM = state.terms_BKAM
-        if terms_BKAM is not None:
-            logits_RK, tokens_RK = lexical_constraints.add_needed_tokens(
-                state.live.progress, terms_BKAM, tokens_RK, logits_RV, self.eos_id
-            )
-            K = tokens_RK.shape[1]
-        # A forced token is the only continuation, regardless of the constraints.
-        forced_R1 = forced_R[:, None]
-        first_1K = (jnp.arange(K) == 0)[None]
-        forced_logit_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
-        forced_logits_RK = jnp.where(first_1K, forced_logit_R1, IMPOSSIBLE)
-        logits_RK = jnp.where(forced_R1 < 0, logits_RK, forced_logits_RK)
-        tokens_RK = jnp.where(forced_R1 < 0, tokens_RK, forced_R1)
+        logits_RK, tokens_RK = self._best_tokens(state, scores)
+        K = tokens_RK.shape[1]
         # Impossible tokens stay impossible even if the normalizer is just as low.
         token_log_probs_RK = jnp.where(
-            logits_RK > IMPOSSIBLE / 2, logits_RK - normalizer_R1, IMPOSSIBLE
+            logits_RK > IMPOSSIBLE / 2, logits_RK - scores.normalizer_R1, IMPOSSIBLE
         )
         log_probs_BWK = state.live.log_probs_BW[:, :, None] + token_log_probs_RK.reshape(B, W, K)
         log_probs_BX = jnp.maximum(log_probs_BWK, IMPOSSIBLE).reshape(B, W * K)
+        tokens_BX = tokens_RK.reshape(B, W * K)
+        token_log_probs_BX = token_log_probs_RK.reshape(B, W * K)
+        terms_BKAM = state.terms_BKAM
         if terms_BKAM is None:
-            _, indices_BC = jax.lax.top_k(log_probs_BX, 2 * W)
+            _, continuations_BC = jax.lax.top_k(log_probs_BX, 2 * W)
         else:
-            tokens_BX = tokens_RK.reshape(B, W * K)
             progress = jax.tree.map(lambda x: jnp.repeat(x, K, axis=1), state.live.progress)
             progress = lexical_constraints.advance(progress, terms_BKAM, tokens_BX)
-            indices_BC = lexical_constraints.allocate_beam(
+            continuations_BC = lexical_constraints.allocate_beam(
                 lexical_constraints.num_needed(progress, terms_BKAM),
                 log_probs_BX,
                 ends_BX=tokens_BX == self.eos_id,
                 num_remaining_B=state.limit_B - state.position_B - 2,
                 beam_size=W,
             )
-        tokens_BC, token_log_probs_BC = (
-            jnp.take_along_axis(x.reshape(B, W * K), indices_BC, axis=1)
-            for x in (tokens_RK, token_log_probs_RK)
+        return (
+            continuations_BC // K,
+            jnp.take_along_axis(tokens_BX, continuations_BC, axis=1),
+            jnp.take_along_axis(token_log_probs_BX, continuations_BC, axis=1),
         )
-        return indices_BC // K, tokens_BC, token_log_probs_BC
+
+    def _best_tokens(self, state: SearchState, scores: NextToken) -> tuple[Array, Array]:
+        """Find the K best next tokens of each hypothesis: 2W and, if the sentence has terms, all
+        that they need. Returns their logits and ids, [R, K].
+
+        Within a hypothesis, logits rank tokens in the same order as log-probabilities.
+        Log-probabilities over the whole vocabulary are therefore never materialized.
+        """
+        logits_RV, _, forced_R = scores
+        num_tokens = min(2 * self.beam_size, logits_RV.shape[1])
+        logits_RK, tokens_RK = top_k(logits_RV, num_tokens)
+        if state.terms_BKAM is not None:
+            logits_RK, tokens_RK = lexical_constraints.add_needed_tokens(
+                state.live.progress, state.terms_BKAM, tokens_RK, logits_RV, self.eos_id
+            )
+        # A forced token is the only continuation, regardless of the constraints.
+        forced_R1 = forced_R[:, None]
+        first_1K = (jnp.arange(tokens_RK.shape[1]) == 0)[None]
+        forced_logit_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
+        forced_logits_RK = jnp.where(first_1K, forced_logit_R1, IMPOSSIBLE)
+        return (
+            jnp.where(forced_R1 < 0, logits_RK, forced_logits_RK),
+            jnp.where(forced_R1 < 0, tokens_RK, forced_R1),
+        )

@@ -301,22 +301,38 @@ def _attend_to_blocks(
     """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
 
     The mask is bool, or a float32 bias of the scores that is MASKED at invisible positions.
-
-    If the blocks' heads lie side by side, each head of a hypothesis attends like a hypothesis of
-    its own: the queries of all other heads are replaced by zeros, and only the head's own part of
-    the result is used.
     """
-    B, W, H, K = q_BWHK.shape
-    scale = jnp.asarray(K**-0.5, q_BWHK.dtype)
-    if blocks[0][1].shape[1] == H:
-        return _attend(q_BWHK.swapaxes(1, 2) * scale, blocks, key_axes, mask_BHWL, newest)
+    scale = jnp.asarray(q_BWHK.shape[3] ** -0.5, q_BWHK.dtype)
+    q_BWHK = q_BWHK * scale
+    has_merged_heads = blocks[0][1].shape[1] != q_BWHK.shape[2]
+    if has_merged_heads:
+        return _attend_to_merged_heads(q_BWHK, blocks, key_axes, mask_BHWL, newest)
+    return _attend(q_BWHK.swapaxes(1, 2), blocks, key_axes, mask_BHWL, newest)
+
+
+def _attend_to_merged_heads(
+    q_BWHK: Array,
+    blocks: Sequence[Block],
+    key_axes: str,
+    mask_BHWL: Array,
+    newest: Block | None,
+) -> Array:
+    """Attend with scaled queries to blocks whose heads lie side by side, as one wide head.
+
+    Each head of a hypothesis attends like a hypothesis of its own: its wide query has zeros in
+    place of all other heads, and only the head's own part of the result is used. For heads a and b,
+
+        query  aaa bbb  becomes  aaa ___   and   ___ bbb
+        result                   AAA xxx   and   xxx BBB  becomes  AAA BBB
+    """
+    B, W, H, _ = q_BWHK.shape
 
     def mask_other_heads(x_BWHK: Array) -> Array:
         width = x_BWHK.shape[3]
         is_own_HK = jnp.arange(width)[None] * H // width == jnp.arange(H)[:, None]
         return jnp.where(is_own_HK[None, None], x_BWHK, 0)
 
-    q_BHWK = mask_other_heads(q_BWHK.reshape(B, W, 1, -1) * scale).reshape(B, 1, W * H, -1)
+    q_BHWK = mask_other_heads(q_BWHK.reshape(B, W, 1, -1)).reshape(B, 1, W * H, -1)
     if newest:
         newest = jnp.repeat(newest[0], H, axis=1), jnp.repeat(newest[1], H, axis=1)
         mask_BHWL = jnp.broadcast_to(mask_BHWL, (B, H, *mask_BHWL.shape[2:]))
