@@ -62,18 +62,25 @@ class Sampling(SearchMethod, SamplingSettings):
         temperature = max(self.temperature, float(jnp.finfo(jnp.float32).tiny))
         scaled_RV = (logits_RV - logits_RV.max(axis=1, keepdims=True)) / temperature
         scaled_RV = jnp.maximum(scaled_RV, _MIN_LOGIT)
-        logits_RK = jnp.where(logits_RV > IMPOSSIBLE / 2, scaled_RV, IMPOSSIBLE)
-        tokens_RK = None  # all tokens, in the order of their ids
-        if self.top_k or self.top_p < 1:
-            V = logits_RV.shape[1]
-            logits_RK, tokens_RK = top_k(logits_RK, min(self.top_k or V, V))
-        if self.top_p < 1:
-            probs_RK = jax.nn.softmax(logits_RK, axis=-1)
-            cumulative_before_RK = jnp.cumsum(probs_RK, axis=-1) - probs_RK
-            top_p = self.top_p * (1 - 1e-6)  # the difference is rounded
-            logits_RK = jnp.where(cumulative_before_RK < top_p, logits_RK, IMPOSSIBLE)
+        scaled_RV = jnp.where(logits_RV > IMPOSSIBLE / 2, scaled_RV, IMPOSSIBLE)
+        logits_RK, tokens_RK = self._filter_tokens(scaled_RV)
         noise_RK = jax.vmap(lambda key: jax.random.gumbel(key, logits_RK.shape[1:]))(keys_R)
         choice_R1 = jax.lax.argmax(logits_RK + noise_RK, 1, jnp.int32)[:, None]
         if tokens_RK is not None:
             choice_R1 = jnp.take_along_axis(tokens_RK, choice_R1, axis=1)
         return choice_R1[:, 0]
+
+    def _filter_tokens(self, logits_RV: Array) -> tuple[Array, Array | None]:
+        """Apply the filters: top-k, then top-p. Returns logits, IMPOSSIBLE for tokens that may not
+        be drawn, and their ids; None: all tokens, in the order of their ids.
+        """
+        if not self.top_k and self.top_p == 1:
+            return logits_RV, None
+        V = logits_RV.shape[1]
+        logits_RK, tokens_RK = top_k(logits_RV, min(self.top_k or V, V))
+        if self.top_p < 1:
+            probs_RK = jax.nn.softmax(logits_RK, axis=-1)
+            cumulative_before_RK = jnp.cumsum(probs_RK, axis=-1) - probs_RK
+            top_p = self.top_p * (1 - 1e-6)  # the difference is rounded
+            logits_RK = jnp.where(cumulative_before_RK < top_p, logits_RK, IMPOSSIBLE)
+        return logits_RK, tokens_RK
