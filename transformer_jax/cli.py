@@ -21,7 +21,7 @@ from transformer_jax.settings.config_files import load_config_file
 
 T = TypeVar("T")
 
-ABANDONED = WeakSet[Future[Any]]()
+ABANDONED_WORK = WeakSet[Future[Any]]()
 """Work in threads that cannot be canceled, such as compilation, and that nobody waits for."""
 
 _ANY_REMEDY = (
@@ -85,7 +85,7 @@ def run_program(work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
     except OSError:  # at exit, Python would flush again, fail again and exit with status 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if any(map(Future.running, ABANDONED)):
+    if any(map(Future.running, ABANDONED_WORK)):
         # Compilation can take minutes.
         sys.stderr.flush()
         os._exit(status)
@@ -144,36 +144,36 @@ def _number_rule(info: Any) -> Any:
 
     members = get_args(info.type) if get_origin(info.type) in (Union, UnionType) else (info.type,)
     words: dict[str, Any] = {}
-    number: Any = None
+    number_type: Any = None
     for member in members:
         plain = get_args(member)[0] if get_origin(member) is Annotated else member
         if plain is type(None):
             words["None"] = None
         elif get_origin(plain) is Literal:
             words |= {str(value): value for value in get_args(plain)}
-        elif plain in (int, float) and number is None:
-            number = plain
+        elif plain in (int, float) and number_type is None:
+            number_type = plain
         else:
             return None
-    if number is None:
+    if number_type is None:
         return None
-    kind = "a whole number" if number is int else "a number"
+    kind = "a whole number" if number_type is int else "a number"
     expected = " or ".join([*words, kind])
 
     def parse(texts: list[str]) -> Any:
         if texts[0] in words:
             return words[texts[0]]
         try:
-            return number(texts[0])
+            return number_type(texts[0])
         except ValueError:
             raise ValueError(f"{short_repr(texts[0])}; expected {expected}") from None
 
     choices = [f"{{{','.join(words)}}}"] if words else []
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="|".join([*choices, number.__name__.upper()]),
+        metavar="|".join([*choices, number_type.__name__.upper()]),
         instance_from_str=parse,
-        is_instance=lambda x: x in words.values() or type(x) in (number, int),
+        is_instance=lambda x: x in words.values() or type(x) in (number_type, int),
         str_from_instance=lambda x: [str(x)],
     )
 

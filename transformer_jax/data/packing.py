@@ -64,7 +64,7 @@ def _fill_new_rows(
     group_size = max(_GROUP_SIZE, len(free_s) // 8)
     open_rows = np.arange(len(free_s))
     while len(remaining) and len(open_rows):
-        candidates, later = np.split(remaining, [len(open_rows)])
+        candidates, remaining_later = np.split(remaining, [len(open_rows)])
         group = np.arange(len(candidates)) // group_size
         pair = candidates[np.lexsort((s[candidates] - t[candidates], group))]
         row = open_rows[np.argsort(-(free_s + free_t)[open_rows], kind="stable")[: len(candidates)]]
@@ -75,7 +75,7 @@ def _fill_new_rows(
         row_N[pair] = first + row
         free_s[row] -= s[pair]
         free_t[row] -= t[pair]
-        remaining = np.concatenate((candidates[row_N[candidates] < 0], later))
+        remaining = np.concatenate((candidates[row_N[candidates] < 0], remaining_later))
         if len(pair) * _STOP_BELOW_ONE_IN < len(candidates):
             break
         if len(remaining):

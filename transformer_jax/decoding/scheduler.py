@@ -41,10 +41,10 @@ class SearchFailed(Exception):
 class Task:
     """A sentence and the future for its hypotheses."""
 
-    def __init__(self, sentence: Sentence, number: int = 0):
-        """``number`` counts the sentences in the order of their arrival."""
+    def __init__(self, sentence: Sentence, arrival_number: int = 0):
+        """``arrival_number`` counts the sentences in the order of their arrival."""
         self.sentence = sentence
-        self.number = number
+        self.arrival_number = arrival_number
         self.future: Future[list[Hypothesis]] = Future()
 
     def finish(self, hypotheses: list[Hypothesis]) -> None:
@@ -148,7 +148,7 @@ class _WaitingTasks:
     def next_group(self) -> deque[Task]:
         """Return the tasks that can be encoded together with the oldest task."""
         lengths = [tasks for tasks in self._tasks_by_length.values() if tasks]
-        return min(lengths, key=lambda tasks: tasks[0].number, default=deque())
+        return min(lengths, key=lambda tasks: tasks[0].arrival_number, default=deque())
 
     def drop_canceled(self) -> None:
         for length, tasks in self._tasks_by_length.items():

@@ -73,14 +73,16 @@ class Verify:
 
     def run(self) -> None:
         """Print the table."""
-        from transformer_jax.pretrained.verify import compare, table
+        from transformer_jax.pretrained.verify import compare_with_transformers, table
 
         languages = (self.source_language, self.target_language)
         comparisons = []
         for name in self.models:
-            compared = compare(name, languages=languages, allow_pickle=self.allow_pickle)
+            comparison = compare_with_transformers(
+                name, languages=languages, allow_pickle=self.allow_pickle
+            )
             logger.info("%s is compared.", name)
-            comparisons.append(compared)
+            comparisons.append(comparison)
         print(table(comparisons))
         different = [comparison.name for comparison in comparisons if not comparison.is_equal]
         if different:

@@ -25,7 +25,7 @@ _KERNEL = re.compile(r"_W[qkvo12]$|logit_out_W$")
 _VOCABULARY_ROWS = re.compile(r"Wemb$|logit_out_(Wt|b)$")
 # Softmax bias of ids without a token. Adding exp(-50) changes no sum of probabilities, and the mean
 # of all biases, in label smoothing, stays small.
-_NEVER = -50
+_BIAS_OF_MISSING_TOKENS = -50
 _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)")
 _CONTROL_CHARACTERS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0"}
 # Operations before and after a sublayer and after the last layer, without dropout: fields of
@@ -124,7 +124,7 @@ class MarianFiles(JsonFiles):
                 f"in {self.model_file.name} has {len(x)} rows; expected the same number."
             )
         widths = [(0, max(self._sizes) + 1 - len(x)), *[(0, 0)] * (x.ndim - 1)]
-        return np.pad(x, widths, constant_values=_NEVER if x.ndim == 1 else 0)
+        return np.pad(x, widths, constant_values=_BIAS_OF_MISSING_TOKENS if x.ndim == 1 else 0)
 
     def write(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Write the model again, with other values of ``open_tensors``."""

@@ -71,7 +71,7 @@ class Comparison(NamedTuple):
         )
 
 
-def compare(
+def compare_with_transformers(
     name: str, *, languages: tuple[str, str] = ("", ""), allow_pickle: bool = False
 ) -> Comparison:
     """Compare a model on the Hugging Face Hub, or in a folder, with transformers in float32.

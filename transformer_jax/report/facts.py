@@ -26,8 +26,8 @@ def result_texts(run: Run) -> dict[str, str]:
     if time := latest.get("time"):
         facts["last entry"] = f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M UTC}"
     # summary.json repeats the environment's fields.
-    elsewhere = {"kind", "step", "time", "environment", *latest.get("environment", {})}
-    return facts | _texts({name: latest[name] for name in latest if name not in elsewhere})
+    shown_elsewhere = {"kind", "step", "time", "environment", *latest.get("environment", {})}
+    return facts | _texts({name: latest[name] for name in latest if name not in shown_elsewhere})
 
 
 def environment_texts(run: Run) -> dict[str, str]:

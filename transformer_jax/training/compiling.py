@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from transformer_jax.cli import ABANDONED
+from transformer_jax.cli import ABANDONED_WORK
 from transformer_jax.data.loader import abstract_batch
 from transformer_jax.devices.distributed import raise_on_any_process
 from transformer_jax.devices.machine import num_cores
@@ -89,7 +89,7 @@ class CompileAhead:
         With several processes, waits for running ones, so all processes shut down together.
         Otherwise the program can exit while they run.
         """
-        ABANDONED.update(self._compiled_steps.values())
+        ABANDONED_WORK.update(self._compiled_steps.values())
         self._pool.shutdown(wait=jax.process_count() > 1, cancel_futures=True)
 
     def _compile(self, shape: tuple[int, int, int]) -> Any:
