@@ -337,10 +337,10 @@ class EngineBatch(RunningBatch):
 
     def _read_finished(self, done_B: Any, results: SearchResult) -> None:
         """Finish the tasks in rows that are done."""
-        done = [row for row in np.flatnonzero(done_B).tolist() if self._tasks[row]]
-        if done:
+        done_rows = [row for row in np.flatnonzero(done_B).tolist() if self._tasks[row]]
+        if done_rows:
             results = jax.device_get(results)
-        for row in done:
+        for row in done_rows:
             self._finish(row, results, row)
 
     def _finish(self, row: int, results: SearchResult, index: int) -> None:

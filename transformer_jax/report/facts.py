@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from transformer_jax import Config
+from transformer_jax.evaluation import METRICS
 from transformer_jax.report.runs import Run
 from transformer_jax.settings.config_files import flatten
 
@@ -18,7 +19,10 @@ _DEFAULT = "Default"
 def result_texts(run: Run) -> dict[str, str]:
     """Return the best evaluation, and the latest value of every metric and summary field."""
     facts = {"status": run.status}
-    for name, best in (("dev_loss", min), ("dev_bleu", max)):
+    best_of = {"dev_loss": min}
+    for metric_name, metric in METRICS.items():
+        best_of[f"dev_{metric_name}"] = max if metric.higher_is_better else min
+    for name, best in best_of.items():
         _, values = run.curve("dev", name)
         if values:
             facts[f"best {name}"] = _text(best(values))

@@ -19,6 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from transformer_jax.evaluation import METRICS
 from transformer_jax.report.attention import SentenceAttention, attention_maps
 from transformer_jax.report.facts import (
     by_label,
@@ -31,7 +32,7 @@ from transformer_jax.report.runs import Run
 _CURVES = {
     "Loss": ("loss", "dev_loss", "linear"),
     "Perplexity": ("perplexity", "dev_perplexity", "log"),
-    "BLEU": ("", "dev_bleu", "linear"),
+    **{metric.label: ("", f"dev_{name}", "linear") for name, metric in METRICS.items()},
     "Learning rate": ("learning_rate", "", "linear"),
     "Gradient norm": ("gradient_norm", "", "log"),
     "Tokens per second": ("tokens_per_second", "", "linear"),
