@@ -99,11 +99,11 @@ def _open_standard_streams() -> None:
     Otherwise the next file to be opened would get the descriptor of stdout or stderr and receive
     what is printed, and ``print(..., file=None)`` would write messages to stdout.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # /dev/null gets ``number``, the lowest free descriptor
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # /dev/null gets ``descriptor``, the lowest free descriptor
             access = os.O_RDONLY if name == "stdout" else os.O_RDWR
             os.set_inheritable(os.open(os.devnull, access), True)
-            setattr(sys, name, os.fdopen(number, "w" if name == "stdout" else "r+"))
+            setattr(sys, name, os.fdopen(descriptor, "w" if name == "stdout" else "r+"))
     sys.stderr = LossyStream(sys.stderr)  # type: ignore[assignment]
 
 

@@ -76,8 +76,8 @@ class TokenizeJob:
         limits = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size, 2**31
         return [np.dtype(np.uint16 if limit <= 2**16 else np.int32) for limit in limits]
 
-    def tokenize(self, number: int, pairs: Pairs) -> TokenizedChunk:
-        """Tokenize and filter one chunk. Random seeds include its ``number``.
+    def tokenize(self, chunk_number: int, pairs: Pairs) -> TokenizedChunk:
+        """Tokenize and filter one chunk. Random seeds include its ``chunk_number``.
 
         Each pair is repeated ``num_samples`` times, and each copy gets a newly drawn segmentation.
         """
@@ -90,7 +90,7 @@ class TokenizeJob:
         sides = []
         encoded = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
-            digest = hashlib.sha256(repr((self.seed, number, i)).encode()).digest()
+            digest = hashlib.sha256(repr((self.seed, chunk_number, i)).encode()).digest()
             seed = int.from_bytes(digest[:4], "little")
             lines = [pair.target if i else pair.source for pair in pairs]
             texts = side.encode(lines, sampling=self.sampling, seed=seed)
@@ -144,8 +144,8 @@ def tokenize_chunks(
     if len(head) > 1:
         yield from _tokenized_by_workers(chain(head, chunks), job, len(head))
     else:
-        for number, chunk in chain(head, chunks):
-            yield job.tokenize(number, chunk)
+        for chunk_number, chunk in chain(head, chunks):
+            yield job.tokenize(chunk_number, chunk)
 
 
 class _Worker:
@@ -227,11 +227,11 @@ def work(descriptor: int) -> None:
         job = connection.recv()
         while True:
             try:
-                number, pairs = connection.recv()
+                chunk_number, pairs = connection.recv()
             except EOFError:
                 return
             try:
-                connection.send(job.tokenize(number, pairs))
+                connection.send(job.tokenize(chunk_number, pairs))
             except BrokenPipeError:
                 return
             except Exception as error:

@@ -63,11 +63,11 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
     gold_parses = list(gold)
     scored_parses = list(parses)
     matched = num_gold = num_parsed = num_exact = 0
-    for number, (gold_parse, parse) in enumerate(zip(gold_parses, scored_parses), 1):
+    for tree_number, (gold_parse, parse) in enumerate(zip(gold_parses, scored_parses), 1):
         if gold_parse.words != parse.words:
             raise UserError(
-                f"Tree {number}: the words are {' '.join(parse.words)!r}; expected the words of "
-                f"the gold tree, {' '.join(gold_parse.words)!r}."
+                f"Tree {tree_number}: the words are {' '.join(parse.words)!r}; expected the words "
+                f"of the gold tree, {' '.join(gold_parse.words)!r}."
             )
         gold_brackets = _brackets(gold_parse.constituents, gold_parse.tags)
         brackets = _brackets(parse.constituents, gold_parse.tags)

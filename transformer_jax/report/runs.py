@@ -96,8 +96,8 @@ def _objects(file: Path, **fields: type) -> list[dict[str, Any]]:
         text = file.read_text("utf-8")
         lines = text.split("\n")[:-1] if file.suffix == ".jsonl" else [text]
         return [
-            parse_object(line, f"line {number}", **fields)
-            for number, line in enumerate(lines, start=1)
+            parse_object(line, f"line {line_number}", **fields)
+            for line_number, line in enumerate(lines, start=1)
         ]
     except (ValueError, UserError) as error:
         raise UserError(f"{str(file)!r} is corrupt: {error} Fix or delete it.") from None

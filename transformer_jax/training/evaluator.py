@@ -133,14 +133,14 @@ class Evaluator:
         assert self._translator is not None
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
         lines = []
-        for number, pair in enumerate(pairs, 1):
+        for line_number, pair in enumerate(pairs, 1):
             source_language, target_language = pair.languages
             lines.append(
                 Request(
                     pair.source,
                     source_language=source_language,
                     target_language=target_language,
-                    line_number=number,
+                    line_number=line_number,
                 )
             )
         count = jax.process_count()

@@ -59,15 +59,15 @@ def read_glossary(path: str | Path) -> dict[str, list[str]]:
     Raises ``UserError`` for a line without a target term.
     """
     terms: dict[str, list[str]] = {}
-    for number, line in enumerate(read_lines(path), 1):
+    for line_number, line in enumerate(read_lines(path), 1):
         source, *columns = (column.strip() for column in line.split("\t"))
         targets = [column for column in columns if column]
         if not source and not targets:
             continue
         if not source or not targets:
             raise UserError(
-                f"{path}, line {number} is {short_repr(line)}; expected a source term and target "
-                "terms, separated by tabs."
+                f"{path}, line {line_number} is {short_repr(line)}; expected a source term and "
+                "target terms, separated by tabs."
             )
         terms.setdefault(source, []).extend(targets)
     return {source: list(dict.fromkeys(targets)) for source, targets in terms.items()}
@@ -185,9 +185,9 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         """
         length = 0
         source = ""
-        for number, node in enumerate(self._matching_nodes(words, first), 1):
+        for num_words, node in enumerate(self._matching_nodes(words, first), 1):
             if node.source:
-                length = number
+                length = num_words
                 source = node.source
         return length, source
 

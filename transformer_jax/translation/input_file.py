@@ -62,17 +62,17 @@ def read_records(
         yield Record(text, format=format, line_number=1)
         return
     pairs = zip_longest(read_lines(source), read_lines(targets) if targets else ())
-    for number, (line, target) in islice(enumerate(pairs, 1), shard[0], None, shard[1]):
+    for line_number, (line, target) in islice(enumerate(pairs, 1), shard[0], None, shard[1]):
         if targets and (line is None or target is None):
             shorter = name if line is None else targets
             longer = targets if line is None else name
             raise UserError(
-                f"{shorter} has no line {number}, but {longer} does; both files must have the same "
-                "number of lines because targets are paired with the input line by line."
+                f"{shorter} has no line {line_number}, but {longer} does; both files must have the "
+                "same number of lines because targets are paired with the input line by line."
             )
-        record = Record(line, line_number=number, target=target, format=markup or "text")
+        record = Record(line, line_number=line_number, target=target, format=markup or "text")
         if format == "jsonl":
-            record = _from_json(record, f"{name}, line {number}", text_field)
+            record = _from_json(record, f"{name}, line {line_number}", text_field)
         yield record
 
 

@@ -87,10 +87,10 @@ class Scorer:
         """
         requests = list[Request]()
         targets = list[str]()
-        for number, (source, target) in enumerate(pairs, 1):
-            requests.append(Request.of(source, number))
-            check_text(requests[-1].text, f"Line {number}: source")
-            check_text(target, f"Line {number}: target")
+        for line_number, (source, target) in enumerate(pairs, 1):
+            requests.append(Request.of(source, line_number))
+            check_text(requests[-1].text, f"Line {line_number}: source")
+            check_text(target, f"Line {line_number}: target")
             targets.append(target)
         tokens = self.tokenizer.target.encode(targets)
         prefixes = [request.affixes(self.tokenizer).before_target for request in requests]
@@ -124,7 +124,9 @@ class Scorer:
         A pair gets no alignment if its translation is empty or either side exceeds ``max_length``.
         Raises the same errors as ``align_tokens``.
         """
-        requests = [Request.of(source, number) for number, (source, _) in enumerate(pairs, 1)]
+        requests = [
+            Request.of(source, line_number) for line_number, (source, _) in enumerate(pairs, 1)
+        ]
         sources = self._sources(requests)
         targets = [self.tokenizer.target.ids(translation.tokens) for _, translation in pairs]
         tokens = list(zip(sources, targets))
