@@ -21,13 +21,13 @@ def choose_widths(lengths_2N: np.ndarray, count: int, tokens: int) -> list[tuple
     S, T = (int(longest) + 1 for longest in lengths_2N.max(1))
     source_lengths_N, target_lengths_N = lengths_2N.astype(np.int64)
     histogram = np.bincount(source_lengths_N * T + target_lengths_N, minlength=S * T).reshape(S, T)
-    # below[s, t]: number of pairs with fewer than s source and fewer than t target tokens.
-    below = np.pad(histogram.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    # num_shorter[s, t]: number of pairs with fewer than s source and fewer than t target tokens.
+    num_shorter = np.pad(histogram.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     longest = np.array(histogram.shape) - 1
 
     def cost(widths_b2: np.ndarray) -> float:
         S, T = widths_b2.T
-        pairs = np.diff(below[S + 1, T + 1], prepend=0)
+        pairs = np.diff(num_shorter[S + 1, T + 1], prepend=0)
         batch = tokens // widths_b2.max(1).clip(1)
         return float(np.where(pairs > 0, np.maximum(pairs, batch), 0) @ (S + T))
 
@@ -42,10 +42,10 @@ def choose_widths(lengths_2N: np.ndarray, count: int, tokens: int) -> list[tuple
         previous_cost = np.inf
         while lowest_cost < previous_cost:
             previous_cost = lowest_cost
-            for b, move in product(range(count), product((1, 0, -1), repeat=2)):
-                if any(move):
+            for b, steps in product(range(count), product((1, 0, -1), repeat=2)):
+                if any(steps):
                     candidate = widths.copy()
-                    candidate[b] += stride * np.array(move)
+                    candidate[b] += stride * np.array(steps)
                 else:  # drop bucket b; the first bucket is then empty
                     candidate = np.insert(np.delete(widths, b, axis=0), 0, 0, axis=0)
                 candidate[-1] = longest
@@ -113,8 +113,8 @@ def packed_shape(longest: list[int], tokens: list[int], L: int) -> tuple[int, in
     shape = []
     for side in (0, 1):
         # The shorter side is scaled in proportion, but fits its longest sentence.
-        scaled = -(-L * tokens[side] // max(tokens))
-        length = max(scaled, longest[side])
+        proportional_length = -(-L * tokens[side] // max(tokens))
+        length = max(proportional_length, longest[side])
         # Matrix units prefer multiples of 8.
         shape.append(min(L, -(-length // 8) * 8))
     S, T = shape

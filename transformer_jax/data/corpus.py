@@ -162,17 +162,17 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path, run_id: str) -
         folder.mkdir()
         _write(folder, text, job)
         fingerprint = job.fingerprint(text)  # the text may have changed since it was opened
-        final = directory / fingerprint
-        if final.exists() and open_corpus(directory, fingerprint) is None:
-            logger.warning("The tokenized corpus %s is corrupt; rebuilding it.", final)
-            remove_folder(final)
+        final_folder = directory / fingerprint
+        if final_folder.exists() and open_corpus(directory, fingerprint) is None:
+            logger.warning("The tokenized corpus %s is corrupt; rebuilding it.", final_folder)
+            remove_folder(final_folder)
         try:
-            folder.rename(final)
+            folder.rename(final_folder)
         except OSError:
-            if not final.exists():  # otherwise another process built it first
+            if not final_folder.exists():  # otherwise another process built it first
                 raise
     corpus = open_corpus(directory, fingerprint)
-    assert corpus is not None, f"{final} was just written"
+    assert corpus is not None, f"{final_folder} was just written"
     return corpus
 
 

@@ -271,8 +271,8 @@ class EngineBatch(RunningBatch):
             rows, _ = engine.admit_and_decode(rows, encoded, 1, max_steps=1, stop_after=1)
         finished_results(rows)
         for compiled_count in self._compiled_counts:
-            moved = select_rows(rows, np.zeros(compiled_count, np.int32))
-            select_rows(moved, np.zeros(count, np.int32))
+            moved_rows = select_rows(rows, np.zeros(compiled_count, np.int32))
+            select_rows(moved_rows, np.zeros(count, np.int32))
         self._compiled_counts.append(count)  # from now on, another thread can decode with it
         return len(remaining) > 1
 

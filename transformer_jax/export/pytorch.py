@@ -212,12 +212,12 @@ def _check_modules(transformer: nn.Transformer, config: ModelConfig) -> None:
     expected = _described(_blank_transformer(config))
     for name in modules | expected:
         module = modules.get(name, "missing")
-        wanted = expected.get(name, "no module")
-        if module != wanted:
+        expected_module = expected.get(name, "no module")
+        if module != expected_module:
             raise UserError(
-                f"transformer.{name} is {module}; expected {wanted}. All layers need the classes "
-                "of torch.nn and the same settings. (nn.Transformer(activation=nn.GELU()) leaves "
-                "ReLU in the decoder. Pass the function instead: torch.nn.functional.gelu.)"
+                f"transformer.{name} is {module}; expected {expected_module}. All layers need the "
+                "classes of torch.nn and the same settings. (nn.Transformer(activation=nn.GELU()) "
+                "leaves ReLU in the decoder. Pass the function instead: torch.nn.functional.gelu.)"
             )
 
 
@@ -268,8 +268,8 @@ def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor]
                 "torch.nn.Embedding, a torch.nn.Linear as output, or a matrix."
             )
     at = [tensors[f"{name}.weight"].data_ptr() for name in modules]
-    ties = {(True, True): "all", (True, False): "embeddings", (False, True): "target"}
-    return tensors, ties.get((at[0] == at[1], at[1] == at[2]), "none")
+    tying = {(True, True): "all", (True, False): "embeddings", (False, True): "target"}
+    return tensors, tying.get((at[0] == at[1], at[1] == at[2]), "none")
 
 
 def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:

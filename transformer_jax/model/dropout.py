@@ -66,8 +66,8 @@ def keep_mask(shape: tuple[int, ...], rate: float, key: Array) -> Array:
     # Splitting a key gives two random words per generator call; ``jax.random.bits`` gives one.
     words = jax.random.key_data(jax.random.split(key, (*leading, -(-last // 4))))
     halves = [half for i in range(2) for half in (words[..., i], words[..., i] >> 16)]
-    quarters = [half.astype(jnp.uint16) >= threshold(rate) for half in halves]
-    return jnp.concatenate(quarters, -1)[..., :last]
+    masks_of_quarters = [half.astype(jnp.uint16) >= threshold(rate) for half in halves]
+    return jnp.concatenate(masks_of_quarters, -1)[..., :last]
 
 
 def scale_up(rate: float) -> float:

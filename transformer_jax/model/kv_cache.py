@@ -170,7 +170,7 @@ class LayerAttention:
     history: tuple[Block, ...]
     source: tuple[Block, ...]
     newest: Block | None = None  # newest keys and values, not yet in the history
-    bias_BHT: Array | None = None  # added to the scores of self-attention (RelativeBias.at)
+    bias_BHT: Array | None = None  # added to self-attention's scores (RelativeBias.at_positions)
 
     def attend_to_history(self, *arrays_BWHK: Array) -> Array:
         """Attend from the newest tokens to the cached tokens and to themselves.

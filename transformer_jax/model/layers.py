@@ -269,11 +269,13 @@ class _Stack(nnx.Module):
         """Apply all layers to [B, L, D]. Every layer gets the same ``context``."""
         keys = as_keys(dropout_key)
         if caches is None:
-            biases = [bias.square(x_BLD.shape[1]) for bias in self.relative_biases]
+            biases = [bias.between_all(x_BLD.shape[1]) for bias in self.relative_biases]
         else:
             cache = caches[0].cache
             capacity = cache.ancestors_BWT.shape[2]
-            biases = [bias.at(cache.position_B, capacity) for bias in self.relative_biases]
+            biases = [
+                bias.at_positions(cache.position_B, capacity) for bias in self.relative_biases
+            ]
         for i, layer in enumerate(self.layers):
             bias = biases[min(i, len(biases) - 1)] if biases else None
             if caches is not None:

@@ -88,10 +88,10 @@ def quantize(equation: str, b: Array, weights: str = "int8") -> tuple[Array, Arr
     which has the axes that are not summed.
     """
     axes, out = equation.split(",")[1].split("->")
-    summed = tuple(i for i, axis in enumerate(axes) if axis not in out)
-    scale = jnp.max(jnp.abs(b), summed, keepdims=True) / _LARGEST_INTEGERS[weights]
+    summed_axes = tuple(i for i, axis in enumerate(axes) if axis not in out)
+    scale = jnp.max(jnp.abs(b), summed_axes, keepdims=True) / _LARGEST_INTEGERS[weights]
     integers = jnp.round(b / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
-    return integers, scale.squeeze(summed)
+    return integers, scale.squeeze(summed_axes)
 
 
 def einsum(
@@ -190,10 +190,11 @@ def _as_matrices(equation: str, a: Array, b: Array) -> tuple[Array, Array, int, 
     a_axes, b_axes, out = equation.replace("->", ",").split(",")
     sizes = dict(zip(a_axes + b_axes, a.shape + b.shape, strict=True))
     shape = [sizes[axis] for axis in out]
-    summed = "".join(axis for axis in a_axes if axis not in out)
-    size = math.prod(sizes[axis] for axis in summed)
-    if a_axes.startswith(summed):  # XLA's fast kernels need the first matrix in row-major order
+    summed_axes = "".join(axis for axis in a_axes if axis not in out)
+    size = math.prod(sizes[axis] for axis in summed_axes)
+    if a_axes.startswith(summed_axes):
+        # XLA's fast kernels need the first matrix in row-major order.
         a = with_layout_constraint(a.reshape(size, -1).T, Layout((0, 1)))
-    is_b_summed_first = b_axes.startswith(summed)
+    is_b_summed_first = b_axes.startswith(summed_axes)
     matrices = a.reshape(-1, size), b.reshape((size, -1) if is_b_summed_first else (-1, size))
     return *matrices, 0 if is_b_summed_first else 1, shape

@@ -32,11 +32,11 @@ def sinusoidal_positions(
         raise UserError(
             f"d_model is {d_model}; expected an even number, because each sine has a cosine."
         )
-    paper = layout == "interleaved"
+    is_interleaved = layout == "interleaved"
     half = d_model // 2
-    frequencies = 10000.0 ** -(np.arange(half) / (half if paper else max(1, half - 1)))
+    frequencies = 10000.0 ** -(np.arange(half) / (half if is_interleaved else max(1, half - 1)))
     angles = np.arange(length)[:, None] * frequencies[None]
-    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2 if paper else 1)
+    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2 if is_interleaved else 1)
     return waves.reshape(length, d_model).astype(np.float32)
 
 
@@ -116,24 +116,24 @@ class RelativeBias(nnx.Module):
         self.bidirectional = bidirectional
         self.max_distance = config.relative_distance
 
-    def square(self, length: int) -> Array:
+    def between_all(self, length: int) -> Array:
         """Return the biases of a row of tokens, float32 [1, H, L, L]: queries, then keys."""
         bound = upper_bound(length)
-        biases_DH = self._between(1 - bound, bound)
+        biases_DH = self._biases_between(1 - bound, bound)
         index_L = np.arange(length) if isinstance(length, int) else jnp.arange(length)
         distances_LL = index_L[None] - index_L[:, None] + bound - 1
         return biases_DH[distances_LL].transpose(2, 0, 1)[None]
 
-    def at(self, position_B: Array, length: int) -> Array:
+    def at_positions(self, position_B: Array, length: int) -> Array:
         """Return the biases of ``length`` keys, for one query at each position: [B, H, L].
 
         Later keys, which are masked, get the bias of distance 0.
         """
-        biases_DH = self._between(1 - length, 1)
+        biases_DH = self._biases_between(1 - length, 1)
         distances_BL = jnp.arange(length)[None] - position_B[:, None] + length - 1
         return jnp.take(biases_DH, distances_BL, axis=0, mode="clip").swapaxes(1, 2)
 
-    def _between(self, first: int, stop: int) -> Array:
+    def _biases_between(self, first: int, stop: int) -> Array:
         """Return the biases [D, H] of D distances: key minus query, from ``first`` on."""
         distances_D = np.arange(first, stop)
         buckets_D = np.zeros_like(distances_D)

@@ -65,9 +65,9 @@ class Parse(NamedTuple):
                 ended = open_constituents.pop()
                 yield f"){ended.label}" if named_ends else ")"
             while waiting and waiting[-1].start == position:
-                started = waiting.pop()
-                open_constituents.append(started)
-                yield f"({started.label}"
+                constituent = waiting.pop()
+                open_constituents.append(constituent)
+                yield f"({constituent.label}"
             if leaf:
                 yield leaf
 
@@ -177,7 +177,7 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
     position = 0
     nodes = list[_Node]()
     path = list[_Node]()  # nodes that are still open
-    outer: _Node | None = None  # the last outermost node
+    last_outermost: _Node | None = None  # the last outermost node
     tokens = sequence.split()
     if any(map(_NUMBER.fullmatch, tokens)):
         tokens = [token for token in tokens if token[0] in "()" or _NUMBER.fullmatch(token)]
@@ -194,9 +194,9 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
             node = path.pop()
             node.end = position
             if not path:
-                outer = node
-    if outer and not path and outer.end == position:
-        path = [outer]
+                last_outermost = node
+    if last_outermost and not path and last_outermost.end == position:
+        path = [last_outermost]
     for node in path:
         node.end = count
     constituents = tuple(

@@ -84,11 +84,11 @@ class Verify:
             logger.info("%s is compared.", name)
             comparisons.append(comparison)
         print(table(comparisons))
-        different = [comparison.name for comparison in comparisons if not comparison.is_equal]
-        if different:
+        different_models = [x.name for x in comparisons if not x.is_equal]
+        if different_models:
             raise UserError(
-                f"{', '.join(different)}: results differ from those of transformers; expected "
-                "equal ids and logits. Please report the table."
+                f"{', '.join(different_models)}: results differ from those of transformers; "
+                "expected equal ids and logits. Please report the table."
             )
 
 

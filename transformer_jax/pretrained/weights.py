@@ -100,7 +100,7 @@ def from_library(
     def to_parameter(name: str, part: np.ndarray) -> np.ndarray:
         """Convert a parameter's part of an array."""
         x = part.T if name.endswith("kernel") else part
-        x = put_sines_first(name, x, back=True) if library.sines_first else x
+        x = put_sines_first(name, x, inverse=True) if library.sines_first else x
         scale = _scale(name, config)
         x = x / scale if scale else x
         return x.reshape(shapes[name])
@@ -218,9 +218,9 @@ def check_head_widths(config: ModelConfig) -> None:
             )
 
 
-def put_sines_first(name: str, x: np.ndarray, *, back: bool = False) -> np.ndarray:
+def put_sines_first(name: str, x: np.ndarray, *, inverse: bool = False) -> np.ndarray:
     """Permute the d_model dimension of a plain weight, so that all sines come before all cosines:
-    0 2 4 ... 1 3 5 ...; or ``back``.
+    0 2 4 ... 1 3 5 ...; or ``inverse``.
 
     If all weights and positions are permuted, the model computes the same function.
     """
@@ -230,7 +230,7 @@ def put_sines_first(name: str, x: np.ndarray, *, back: bool = False) -> np.ndarr
         return x
     axis = 0 if is_input_side else -1
     order_D = np.arange(x.shape[axis]).reshape(-1, 2).T.ravel()
-    return x.take(np.argsort(order_D) if back else order_D, axis)
+    return x.take(np.argsort(order_D) if inverse else order_D, axis)
 
 
 def _plain_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -201,8 +201,8 @@ class Checkpoints:
             delete_complete(model)
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
-        for pause in (0.0, 0.2, 2.0) if is_first() else ():
-            time.sleep(pause)  # other threads of Orbax can still write
+        for seconds in (0.0, 0.2, 2.0) if is_first() else ():
+            time.sleep(seconds)  # other threads of Orbax can still write
             retry(path, lambda: remove_folder(path))
         self.failure = one_line(error)
         logger.error(

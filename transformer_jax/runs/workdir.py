@@ -309,11 +309,11 @@ def _delete_unfinished_corpora(workdir: Workdir, claim_id: str) -> None:
 def _delete_checkpoints_after(workdir: Workdir, newest: int) -> None:
     """Delete checkpoints that are incomplete or newer than the ``newest`` intact one."""
     folder = workdir.checkpoints.folder
-    complete = [step for step in workdir.checkpoints.steps() if step <= newest]
+    complete_steps = [step for step in workdir.checkpoints.steps() if step <= newest]
     for name in {name.partition("/")[0] for name in files_in(folder)}:
         if not name.isdecimal() or name != checkpoint_name(int(name)):
             continue  # not a checkpoint
-        if int(name) not in complete:
-            if int(name) > max(complete, default=0):
+        if int(name) not in complete_steps:
+            if int(name) > max(complete_steps, default=0):
                 logger.warning("Deleting %s, which is incomplete or corrupt.", folder / name)
             delete_complete(folder / name)

@@ -103,8 +103,8 @@ def _log_requests() -> None:
     """
 
     def without_query(record: logging.LogRecord) -> bool:
-        client, method, path, *others = record.args or ()
-        record.args = (client, method, str(path).partition("?")[0], *others)
+        client, method, path, *other_values = record.args or ()
+        record.args = (client, method, str(path).partition("?")[0], *other_values)
         return True
 
     handler = logging.StreamHandler()
@@ -118,8 +118,8 @@ def _log_requests() -> None:
 
 def _raise_open_files() -> None:
     """Allow as many open files as the system does; each client needs one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _load(arguments: Arguments, served: Sequence[ServedModel]) -> Service:

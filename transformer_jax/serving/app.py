@@ -85,8 +85,8 @@ class App:
         # A mount at / would answer GET /translate with 404 instead of 405.
         app.router.default = StaticFiles(directory=_PAGE)
         registry = self.service.metrics.registry
-        measured = Instrumentator(should_group_status_codes=False, registry=registry)
-        measured.instrument(app).expose(app, endpoint="/metrics")
+        instrumentator = Instrumentator(should_group_status_codes=False, registry=registry)
+        instrumentator.instrument(app).expose(app, endpoint="/metrics")
         app.add_middleware(partial(partial, _with_known_method))
         # Added last, runs first.
         app.add_middleware(HostCheck, allowed=self.allowed_hosts)
@@ -184,15 +184,15 @@ async def _response_unless_disconnected(request: Request, answering: PendingAnsw
             pass
         answering.cancel()
 
-    watching = asyncio.create_task(cancel_when_disconnected())
+    disconnect_watcher = asyncio.create_task(cancel_when_disconnected())
     try:
         return await answering.full_response()
     except asyncio.CancelledError:
-        if not watching.done():
+        if not disconnect_watcher.done():
             raise
         return None
     finally:
-        watching.cancel()
+        disconnect_watcher.cancel()
 
 
 def _event(kind: str, content: bytes) -> bytes:

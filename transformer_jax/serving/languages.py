@@ -50,4 +50,7 @@ class LanguagePairs:
         for source, target in self.pairs:
             targets.setdefault(source, []).append(target)
             targets.setdefault(target, [])
-        return [Language(code=code, name=code, targets=into) for code, into in targets.items()]
+        return [
+            Language(code=code, name=code, targets=target_codes)
+            for code, target_codes in targets.items()
+        ]

@@ -121,8 +121,8 @@ class Protocol(H11Protocol):
     def _end_if_stalled(self, before: tuple[int, int] | None) -> None:
         """Close the connection if the client has made no progress since ``before``."""
         now = (self._num_received, self.transport.get_write_buffer_size())
-        waits = (self.cycle and self.cycle.more_body) or self.flow.write_paused
-        if waits and now == before:
+        is_waiting = (self.cycle and self.cycle.more_body) or self.flow.write_paused
+        if is_waiting and now == before:
             self.transport.abort()
         elif self in self.connections:
             self.loop.call_later(self.patience, self._end_if_stalled, now)

@@ -41,9 +41,9 @@ async def read_query(request: Request, max_bytes: int) -> Query:
 
 def _check_site(headers: Mapping[str, str]) -> None:
     """Raise ``RequestRejected`` if a page of another site sent the request."""
-    site = headers.get("sec-fetch-site")  # sent over HTTPS and to localhost only
-    if site:
-        is_own = site in ("same-origin", "none")
+    fetch_site = headers.get("sec-fetch-site")  # sent over HTTPS and to localhost only
+    if fetch_site:
+        is_own = fetch_site in ("same-origin", "none")
     else:
         origin = headers.get("origin")
         is_own = origin is None or origin.partition("://")[2] == headers.get("host")

@@ -50,9 +50,9 @@ def load_config_file(path: str | Path) -> Config:
     if path.is_dir():
         path = (path.parents[1] if is_checkpoint(path) else path) / "config.json"
     if not path.is_file() or path.suffix not in (".py", ".json"):
-        wrong = "is not a .py or .json file" if path.exists() else "does not exist"
+        problem = "is not a .py or .json file" if path.exists() else "does not exist"
         raise UserError(
-            f"Config file {str(path)!r} {wrong}; expected a Python file with get_config(), a "
+            f"Config file {str(path)!r} {problem}; expected a Python file with get_config(), a "
             "work directory's config.json, or the name of a recipe, such as demo."
         )
     if path.suffix == ".py":
@@ -147,11 +147,13 @@ def _with_new_names(values: Any) -> Any:
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten a config, or a nested dict, to ``{"model.d_model": 512, ...}``."""
-    flat: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
     for name, value in (config if isinstance(config, dict) else vars(config)).items():
-        nested = isinstance(value, dict) or dataclasses.is_dataclass(value)
-        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return flat
+        if isinstance(value, dict) or dataclasses.is_dataclass(value):
+            values_by_name |= flatten(value, f"{prefix}{name}.")
+        else:
+            values_by_name[f"{prefix}{name}"] = value
+    return values_by_name
 
 
 def _build(section: Any, values: dict[str, Any], prefix: str = "") -> Any:

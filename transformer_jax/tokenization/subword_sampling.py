@@ -132,22 +132,22 @@ class SubwordSampler:
         After ``until_drop`` merges, drops one merge and draws a new ``until_drop`` from
         ``generator``. The dropped merge is possible again after the next merge.
         """
-        rank, never = self._ranks.get, math.inf
+        rank, no_merge = self._ranks.get, math.inf
         parts = list(word)
-        ranks = [rank(a + b, never) for a, b in pairwise(word)]
-        left = ranks  # after drops
-        while left and (best := min(left)) < never:
-            i = left.index(best)
+        ranks = [rank(a + b, no_merge) for a, b in pairwise(word)]
+        candidate_ranks = ranks  # after drops
+        while candidate_ranks and (best := min(candidate_ranks)) < no_merge:
+            i = candidate_ranks.index(best)
             if until_drop == 0 and generator is not None:
                 until_drop = self._merges_before_drop(generator)
-                left = left.copy()
-                left[i] = never
+                candidate_ranks = candidate_ranks.copy()
+                candidate_ranks[i] = no_merge
                 continue
             until_drop -= 1
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
-            near = slice(max(0, i - 1), i + 2)
-            ranks[near] = [rank(a + b, never) for a, b in pairwise(parts[near])]
-            left = ranks
+            neighborhood = slice(max(0, i - 1), i + 2)
+            ranks[neighborhood] = [rank(a + b, no_merge) for a, b in pairwise(parts[neighborhood])]
+            candidate_ranks = ranks
         return self._spelled(parts)
 
     def _spelled(self, parts: Iterable[str]) -> list[str]:

@@ -53,7 +53,7 @@ class Evaluator:
         if any(run.pairs.values()):
             rows = -(-config.decoding.batch_size // jax.process_count())
             decoding = dataclasses.replace(config.decoding, batch_size=rows)
-            model = nnx.merge(run.functions.graph, self._whole(run.state.parameters))
+            model = nnx.merge(run.functions.graph, self._replicated_copy(run.state.parameters))
             devices = list(run.mesh.local_devices)
             self._translator = Translator(model, run.tokenizer, decoding, devices=devices)
             self._translator.parameters = ()  # set by each evaluation
@@ -123,7 +123,7 @@ class Evaluator:
         parts = [self._run.functions.eval_step(parameters, batch) for batch in batches]
         return jax.tree.map(lambda *sums: sum(sums), *jax.device_get(parts))
 
-    def _whole(self, parameters: Parameters) -> Parameters:
+    def _replicated_copy(self, parameters: Parameters) -> Parameters:
         """Replicate parameters and return the copy on a local device."""
         copies = jax.device_put(parameters, replicated(self._run.mesh))
         return jax.tree.map(lambda x: x.addressable_data(0), copies)
@@ -131,7 +131,7 @@ class Evaluator:
     def _translate(self, parameters: Parameters, pairs: Sequence[TextPair]) -> list[str]:
         """Translate the sources. With n processes, each one translates every n-th line."""
         assert self._translator is not None
-        self._translator.parameters = self._whole(parameters)  # nothing is compiled again
+        self._translator.parameters = self._replicated_copy(parameters)  # nothing is compiled again
         lines = []
         for line_number, pair in enumerate(pairs, 1):
             source_language, target_language = pair.languages
@@ -144,9 +144,10 @@ class Evaluator:
                 )
             )
         count = jax.process_count()
-        shares = allgather(self._translator.translate(lines[jax.process_index() :: count]))
+        own_lines = lines[jax.process_index() :: count]
+        lines_of_processes = allgather(self._translator.translate(own_lines))
         self._translator.parameters = ()
-        return [shares[i % count][i // count] for i in range(len(lines))]
+        return [lines_of_processes[i % count][i // count] for i in range(len(lines))]
 
 
 def by_languages(

@@ -119,10 +119,10 @@ def make_step_functions(config: Config, mesh: Mesh, new_rows: Iterable[int] = ()
 def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     """Create the functions shared by all runs with these settings. ``init`` takes the seed."""
     optimizer = make_optimizer(config.optimizer, config.model.d_model, config.steps)
-    initial = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
+    make_state = partial(init_state, config, optimizer)  # a single object, so JAX traces it once
     seed = np.uint32(0)
-    shardings = state_shardings(jax.eval_shape(initial, seed), mesh)
-    init = jax.jit(initial, out_shardings=shardings, donate_argnums=1)
+    shardings = state_shardings(jax.eval_shape(make_state, seed), mesh)
+    init = jax.jit(make_state, out_shardings=shardings, donate_argnums=1)
     row_sharding = batch_sharding(mesh)
     on_all_devices = replicated(mesh)
 
@@ -227,15 +227,15 @@ def train_step(
         (parameters, moments, ema),
         (state.parameters, state.optimizer, state.ema),
     )
-    bad = (~finite).astype(jnp.int32)
+    is_bad = (~finite).astype(jnp.int32)
     schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.steps)
     state = TrainState(
         step=state.step + 1,
         parameters=parameters,
         optimizer=moments,
         ema=ema,
-        bad_steps=state.bad_steps + bad,
-        bad_in_a_row=(state.bad_in_a_row + 1) * bad,
+        bad_steps=state.bad_steps + is_bad,
+        bad_in_a_row=(state.bad_in_a_row + 1) * is_bad,
         seed=state.seed,
     )
     return state, StepMetrics(
@@ -258,8 +258,8 @@ def objective(
 ) -> tuple[Array, LossSums]:
     """Compute a batch's total loss and its sums. Frozen parameters have no gradient."""
     if config.freeze:  # so XLA does not compute their gradients
-        constants = jax.lax.stop_gradient(parameters)
-        parameters = keep_frozen(config.freeze, constants, parameters, config.new_rows)
+        without_gradient = jax.lax.stop_gradient(parameters)
+        parameters = keep_frozen(config.freeze, without_gradient, parameters, config.new_rows)
     return loss_and_sums(
         parameters, batch, dropout_key, config=config.model, settings=config.loss, mesh=mesh
     )

@@ -90,10 +90,10 @@ def split_words(text: str) -> list[str]:
 class _TermNode:
     """A node of the tree of source terms: the words so far."""
 
-    __slots__ = ("next", "source")
+    __slots__ = ("next_nodes", "source")
 
     def __init__(self) -> None:
-        self.next = dict[str, _TermNode]()
+        self.next_nodes = dict[str, _TermNode]()
         self.source = ""
         """The source term that ends here, if any."""
 
@@ -174,7 +174,7 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         """Add a term; two source terms with the same words are one, with the targets of both."""
         node = self._root
         for word in words:
-            node = node.next.setdefault(word, _TermNode())
+            node = node.next_nodes.setdefault(word, _TermNode())
         node.source = node.source or source
         known_targets = self._terms.setdefault(node.source, [])
         known_targets += [term for term in targets if term not in known_targets]
@@ -193,11 +193,11 @@ class Glossary(Mapping[str, list[TargetTerm]]):
 
     def _matching_nodes(self, words: Sequence[str], first: int) -> Iterator[_TermNode]:
         """Yield the nodes of the words from ``first`` on, as long as there are terms."""
-        node = self._root.next.get(words[first].removeprefix(" "))
+        node = self._root.next_nodes.get(words[first].removeprefix(" "))
         index = first + 1
         while node is not None:
             yield node
-            node = node.next.get(words[index]) if index < len(words) else None
+            node = node.next_nodes.get(words[index]) if index < len(words) else None
             index += 1
 
 
@@ -238,12 +238,12 @@ def _tokenize_term(
             f"{location}: the target term {short_repr(text)} has tokens that cannot be "
             f"generated ({' '.join(target.tokens(forbidden_ids))}); change it."
         )
-    decoded = target.decode(ids).strip()
+    text = target.decode(ids).strip()
     if not re.match(f"[{CHINESE_JAPANESE}]", text):
-        return [TargetTerm(f" {decoded}", ids)]
+        return [TargetTerm(f" {text}", ids)]
     tokens = [token.removeprefix("▁") for token in target.tokens(ids)]
     unspaced = target.ids(token for token in tokens if token)
-    return [TargetTerm(decoded, ids), TargetTerm(decoded, unspaced)]
+    return [TargetTerm(text, ids), TargetTerm(text, unspaced)]
 
 
 def find_repetition(tokens: Sequence[str], terms: Terms) -> str:

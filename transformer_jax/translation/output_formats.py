@@ -58,8 +58,8 @@ class OutputFields:
         values = {name: getattr(self, name) for name in FIELD_NAMES}
         if self.hypotheses is not None:
             values["hypotheses"] = [hypothesis.as_dict() for hypothesis in self.hypotheses]
-        always = ("translation", "score", "log_prob")
-        return {k: v for k, v in values.items() if v is not None or k in always}
+        always_present = ("translation", "score", "log_prob")
+        return {k: v for k, v in values.items() if v is not None or k in always_present}
 
 
 FIELD_NAMES = tuple(field.name for field in fields(OutputFields))

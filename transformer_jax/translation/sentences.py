@@ -71,17 +71,17 @@ def _select_sentences(pieces: Iterable[str], required: re.Pattern[str]) -> Divid
     """Collect the pieces that have a ``required`` character as sentences."""
     sentences = list[str]()
     before = list[str]()
-    between = ""
+    separator = ""
     for piece in pieces:
         sentence = piece.strip()
         if not required.search(sentence):
-            between += piece
+            separator += piece
             continue
         start, end = piece.split(sentence, 1)
-        before.append(between + start)
+        before.append(separator + start)
         sentences.append(_SPACES.sub(_replace_line_break, sentence))
-        between = end
-    return DividedText(sentences, before, between)
+        separator = end
+    return DividedText(sentences, before, separator)
 
 
 def _merge_symbols(pieces: Iterable[str]) -> Iterator[str]:
@@ -101,11 +101,11 @@ def _sentences_of_line(line: str, language: str) -> Iterator[str]:
     """Yield the sentences of a line with surrounding whitespace. A sentence of more than 1,000
     characters may be cut between words.
     """
-    safe = _UNSAFE_FOR_SENTENCEX.sub(" ", line)
+    safe_line = _UNSAFE_FOR_SENTENCEX.sub(" ", line)
     start = 0
-    while start < len(safe):
-        pieces = _segment(language, safe[start : start + _WINDOW_CHARACTERS])
-        if start + _WINDOW_CHARACTERS < len(safe):
+    while start < len(safe_line):
+        pieces = _segment(language, safe_line[start : start + _WINDOW_CHARACTERS])
+        if start + _WINDOW_CHARACTERS < len(safe_line):
             *pieces, last = pieces
             if len(last) > _WINDOW_CHARACTERS // 2:  # otherwise it starts the next window
                 pieces.append(last[: last.rfind(" ", -_WINDOW_CHARACTERS // 2) + 1 or None])

@@ -137,15 +137,15 @@ class _Tree:
     def _close(self, index: int) -> None:
         name = self.tokens[index].name
         while self._open_names[name] and self.matching_tags[index] < 0:
-            opened = self._pop_open_tag()
-            if self.tokens[opened].name == name:
-                self.matching_tags[index] = opened
-                self.matching_tags[opened] = index
+            start_index = self._pop_open_tag()
+            if self.tokens[start_index].name == name:
+                self.matching_tags[index] = start_index
+                self.matching_tags[start_index] = index
 
     def _pop_open_tag(self) -> int:
-        opened = self._stack.pop()
-        self._open_names[self.tokens[opened].name] -= 1
-        return opened
+        start_index = self._stack.pop()
+        self._open_names[self.tokens[start_index].name] -= 1
+        return start_index
 
     def _end_implied(self, name: str) -> None:
         """Close the elements that the start tag of another ends."""

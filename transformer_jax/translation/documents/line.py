@@ -304,15 +304,16 @@ def _divides_words(previous: Unit, next_unit: Unit, pieces: Sequence[MarkupPiece
     is_dense = bool(
         _UNSPACED_LETTER.match(previous.text) and _UNSPACED_LETTER.match(next_unit.text)
     )
-    closed: str | None = None
+    closed_name: str | None = None
     for piece in pieces:
         name = piece.name.rpartition(":")[2]
         if piece.kind == "atom":
             continue
-        if piece.kind == "open" and closed is not None and not {name, closed} <= _WITHIN_ONE_WORD:
+        is_within_word = {name, closed_name} <= _WITHIN_ONE_WORD
+        if piece.kind == "open" and closed_name is not None and not is_within_word:
             return True  # two neighbors, such as <a>Home</a><a>About</a>
         if not is_dense and name not in FORMATTING:
             return True
         if piece.kind == "close":
-            closed = name
+            closed_name = name
     return False
