@@ -48,7 +48,10 @@ def test_relative_bias_of_a_step_equals_that_of_a_row(bidirectional: bool) -> No
         **{"relative_buckets": 9, "relative_distance": 7},
     )
     bias = RelativeBias(config, bidirectional=bidirectional, rngs=nnx.Rngs(0))
-    square_HLL, steps_BHL = np.asarray(bias.square(20))[0], np.asarray(bias.at(jnp.arange(20), 20))
+    square_HLL, steps_BHL = (
+        np.asarray(bias.between_all(20))[0],
+        np.asarray(bias.at_positions(jnp.arange(20), 20)),
+    )
     for t in range(20):
         np.testing.assert_array_equal(steps_BHL[t, :, : t + 1], square_HLL[:, t, : t + 1])
     # Biases depend on the distance alone, up to ``relative_distance``.

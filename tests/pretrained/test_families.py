@@ -559,10 +559,10 @@ def test_relative_buckets_equal_theirs(buckets: int, longest: int, bidirectional
     bias.table.set_value(jnp.arange(buckets, dtype=jnp.float32)[:, None])
     distances = torch.arange(-1000, 1001)
     theirs = T5Attention._relative_position_bucket(distances, bidirectional, buckets, longest)
-    square = np.asarray(bias.square(1001))[0, 0]
+    square = np.asarray(bias.between_all(1001))[0, 0]
     np.testing.assert_array_equal(square[1000], theirs[:1001])
     np.testing.assert_array_equal(square[0], theirs[1000:])
-    step = np.asarray(bias.at(jnp.array([1000, 400]), 1001))[:, 0]
+    step = np.asarray(bias.at_positions(jnp.array([1000, 400]), 1001))[:, 0]
     np.testing.assert_array_equal(step[0], theirs[:1001])
     np.testing.assert_array_equal(step[1, :401], theirs[600:1001])
 
