@@ -125,7 +125,9 @@ class SentenceResponse(OutputFields):
         cls, translations: Sequence[Translation], ranked: bool, **more: Any
     ) -> Self:
         """Build a sentence from its translations, best first; ``ranked`` includes all of them."""
-        hypotheses = [OutputFields(**_values(each)) for each in translations] if ranked else None
+        hypotheses = None
+        if ranked:
+            hypotheses = [OutputFields(**_values(translation)) for translation in translations]
         return cls(**_values(translations[0]), hypotheses=hypotheses, **more)
 
 
