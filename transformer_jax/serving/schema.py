@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from transformer_jax import Translation
+from transformer_jax import Request, Translation
 from transformer_jax.translation.documents.formats import FormatName
 from transformer_jax.translation.output_formats import OutputFields, output_values
 
@@ -73,6 +73,17 @@ class Query(BaseModel):
     def texts(self) -> list[str]:
         """``q`` as a list."""
         return [self.q] if isinstance(self.q, str) else self.q
+
+    def requests(self, **options: Any) -> list[Request]:
+        """Return a ``Request`` for each text. ``options`` are those that depend on the model:
+        glossary and languages.
+        """
+        return [Request(text, self.prefix, format=self.format, **options) for text in self.texts]
+
+    @property
+    def plan_options(self) -> dict[str, Any]:
+        """Options of ``Translator.plan``."""
+        return {"num_hypotheses": 1 + self.alternatives, "split_sentences": self.split}
 
     @property
     def is_short(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from transformer_jax import AsyncTranslator, Request
+from transformer_jax import AsyncTranslator
 from transformer_jax.serving.answering import PendingAnswer, PlannedText, Task
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.languages import LanguagePairs
@@ -117,14 +117,9 @@ class Service:
             options = {"source_language": pair.source, "target_language": pair.target}
         glossary = translator.tokenize_glossary(query.glossary, "The glossary")
         plans = list[Plan]()
-        for text in query.texts:
-            request = Request(text, query.prefix, format=query.format, glossary=glossary, **options)
+        for request in query.requests(glossary=glossary, **options):
             plan = translator.plan(
-                request,
-                1 + query.alternatives,
-                split_sentences=query.split,
-                language=pair.source,
-                protect=self._protect,
+                request, language=pair.source, protect=self._protect, **query.plan_options
             )
             for sentence in plan.sentences:
                 model.workers.bucket_of(sentence)  # raises an error for too many terms
