@@ -98,12 +98,7 @@ def from_library(
     _check_shapes(arrays, expected, location)
 
     def to_parameter(name: str, part: np.ndarray) -> np.ndarray:
-        """Convert a parameter's part of an array."""
-        x = part.T if name.endswith("kernel") else part
-        x = put_sines_first(name, x, inverse=True) if library.sines_first else x
-        scale = _scale(name, config)
-        x = x / scale if scale else x
-        return x.reshape(shapes[name])
+        return _to_own_axes(name, part, config, library).reshape(shapes[name])
 
     def lazy_parameter(name: str, foreign_name: str, index: int, num_parts: int) -> LazyArray:
         """Describe a parameter: one of the parts of an array, which is read when it is needed."""
@@ -126,6 +121,16 @@ def from_library(
         for foreign_name, names in names_of_array.items()
         for index, name in enumerate(names)
     }
+
+
+def _to_own_axes(
+    name: str, part: np.ndarray, config: ModelConfig, library: WeightNames
+) -> np.ndarray:
+    """Convert a parameter's part of an array of ``library`` to our order of its elements."""
+    x = part.T if name.endswith("kernel") else part
+    x = put_sines_first(name, x, inverse=True) if library.sines_first else x
+    scale = _scale(name, config)
+    return x / scale if scale else x
 
 
 def _foreign_shape(
