@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ CODES = {
 # The text of a new language whose script the tokenizer does not know, and some of its pieces.
 CHEROKEE = ["ᎣᏏᏲ", "ᏣᎳᎩ", "ᎦᏬᏂᎯᏍᏗ", "ᏙᎯᏧ", "ᎤᏍᏗ", "ᏩᎶᏏ", "ᏣᎳᎩᎯ", "ᏗᎦᏬᏂᎯ", "ᎣᏍᏓ"]
 PIECES = ["Ꮳ", "Ꮃ", "Ꭹ", "Ꭳ", "Ꮟ", "Ᏺ", "▁Ꮳ", "▁ᏣᎳ", "▁ᏣᎳᎩ", "ᏏᏲ"]
+# With these seeds, many outputs end before the limit, and differ.
+_SEEDS = {"nllb": 5, "m2m_100": 2, "mbart": 3, "madlad": 1}
 ENGLISH = {"nllb": "eng_Latn", "m2m_100": "en", "mbart": "en_XX", "madlad": "en"}
 
 
@@ -62,12 +65,13 @@ def write_model(case: str, folder: Path, *, resaved: bool) -> Path:
         fields["tokenizer_class"] = CASES[case][1]  # CTranslate2 reads it here
         fields |= {"decoder_start_token_id": 2, "max_position_embeddings": 256}
     config = getattr(transformers, f"{CASES[case][0]}Config")(**fields)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    torch.manual_seed(_SEEDS[case])
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(0, 0.3)
+        families._end_sentences(model, config, fields["vocab_size"] - spare)
     model.save_pretrained(folder)
     return folder
 
@@ -140,6 +144,7 @@ LAYOUTS = [
     ("madlad", True),
     pytest.param(("mbart", True), marks=pytest.mark.exhaustive),
 ]
+BEAMS = [("m2m_100", False), ("mbart", False), ("madlad", True), ("mbart", True)]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: "{} {}".format(*layout))
@@ -205,32 +210,73 @@ def test_the_language_is_recorded_and_chosen(tuned: Tuned) -> None:
         assert {ids[0] for ids in tuned.translations} == {tuned.new_id}
 
 
-def test_transformers_translates_equally(tuned: Tuned) -> None:
+def by_transformers(tuned: Tuned, lines: list[str], **settings: Any) -> list[list[int]]:
+    """Token ids of each translation from English, without the decoder's first input."""
     reference: Any = transformers.AutoTokenizer.from_pretrained(tuned.exported)
     tokenizer = tuned.tokenizer
-    assert reference.convert_tokens_to_ids(CODES[tuned.case][2]) == tuned.new_id
-    decoded = reference.decode([tuned.new_id], skip_special_tokens=True).strip()
-    assert decoded in ("", "<2mic>")
-    lines = LINES
+    texts = lines
     if tuned.case == "madlad":
-        lines = [f"<2mic> {line}" for line in LINES]
+        texts = [f"<2mic> {line}" for line in lines]
     else:
         reference.src_lang = ENGLISH[tuned.case]
     affixes = tokenizer.affixes(ENGLISH[tuned.case], tuned.new)
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tuned.exported).eval()
     outputs = []
-    for line, ids in zip(lines, tokenizer.source.encode(LINES)):
-        inputs = reference(line, return_tensors="pt")
+    for text, ids in zip(texts, tokenizer.source.encode(lines)):
+        inputs = reference(text, return_tensors="pt")
         assert inputs.input_ids[0].tolist() == [*affixes.source(ids), tokenizer.source.eos_id]
-        forced = affixes.before_target[0] if affixes.before_target else None
         [output] = model.generate(
             **inputs,
-            forced_bos_token_id=forced,
-            max_new_tokens=5,
+            forced_bos_token_id=affixes.before_target[0] if affixes.before_target else None,
             bad_words_ids=[[model.config.pad_token_id]],
+            **settings,
         )
-        outputs.append([i for i in output[1:].tolist() if i != tokenizer.target.eos_id])
-    assert tuned.agrees(outputs)
+        outputs.append(output[1:].tolist())
+    return outputs
+
+
+def test_transformers_translates_equally(tuned: Tuned) -> None:
+    reference: Any = transformers.AutoTokenizer.from_pretrained(tuned.exported)
+    assert reference.convert_tokens_to_ids(CODES[tuned.case][2]) == tuned.new_id
+    decoded = reference.decode([tuned.new_id], skip_special_tokens=True).strip()
+    assert decoded in ("", "<2mic>")
+    eos_id = tuned.tokenizer.target.eos_id
+    outputs = by_transformers(tuned, LINES, max_new_tokens=5)
+    assert tuned.agrees([[i for i in output if i != eos_id] for output in outputs])
+
+
+@pytest.mark.parametrize(
+    "tuned",
+    [LAYOUTS[0], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in BEAMS)],
+    ids=lambda layout: "{} {}".format(*layout),
+    indirect=True,
+)
+def test_beam_searches_equal_those_of_transformers(tuned: Tuned) -> None:
+    """Whole outputs, which end before the limit, where the searches differ."""
+    limit = 24
+    rng = random.Random(0)
+    words = [*WORDS, "ᏣᎳᎩ", "ᎣᏏᏲ"]
+    lines = [" ".join(rng.choices(words, k=rng.randrange(1, 6))) for _ in range(24)]
+    translator = Translator.from_workdir(
+        tuned.run,
+        beam_size=4,
+        patience=1.0,
+        length_penalty=1.0,
+        length_offset=0.0,
+        max_length=limit,
+        max_extra_length=limit,
+    )
+    languages = {"source_language": ENGLISH[tuned.case], "target_language": tuned.new}
+    found = translator.stream([Request(line, **languages) for line in lines])
+    eos_id = tuned.tokenizer.target.eos_id
+    ours = [[*tuned.tokenizer.target.ids(best.tokens), eos_id] for [best] in found]
+    expected = by_transformers(
+        tuned, lines, num_beams=4, early_stopping=True, length_penalty=1.0, max_new_tokens=limit
+    )
+    ended = [i for i, output in enumerate(expected) if len(output) < limit]
+    assert len({(*ours[i],) for i in ended}) > 4
+    for i in ended:
+        assert expected[i][: expected[i].index(eos_id) + 1] == ours[i]
 
 
 def test_the_export_can_be_imported_again(tuned: Tuned) -> None:
@@ -280,6 +326,7 @@ def test_ctranslate2_translates_equally(tuned: Tuned, tmp_path: Path) -> None:
         target_prefix=[tokenizer.target.tokens(affixes.before_target)] * len(LINES),
         beam_size=1,
         max_decoding_length=8,
+        min_decoding_length=0,
     )
     names = json.loads((tmp_path / "converted" / "shared_vocabulary.json").read_text())
     assert tuned.agrees([list(map(names.index, result.hypotheses[0])) for result in results])
