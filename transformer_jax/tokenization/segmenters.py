@@ -1,6 +1,7 @@
 """Segmenters: text to pieces and back, with SentencePiece or with a tokenizer.json file.
 
-A segmenter knows nothing of special tokens, languages or the ids of a model (``Vocabulary``).
+A segmenter knows nothing of special tokens, languages or the ids of a model (``Vocabulary``), except
+whether its own ids are those of an imported model.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Segmenter(Protocol):
     """Contents of the file."""
     symbols: Sequence[str]
     """Pieces that can begin a line and that every segment of the line repeats."""
+    has_ids_of_model: bool
+    """True if the ids in the file of an imported tokenizer are those of its model."""
 
     @property
     def tokens(self) -> dict[int, str]:
@@ -37,6 +40,12 @@ class Segmenter(Protocol):
 
     def encode(self, lines: Sequence[str]) -> list[list[str]]:
         """Split each line into pieces."""
+
+    def sample(self, lines: Sequence[str], sampling: SubwordSampling, seed: int) -> list[list[str]]:
+        """Draw a random segmentation of each line. Raises ``UserError`` if there is none."""
+
+    def with_symbols(self, symbols: Sequence[str]) -> Segmenter:
+        """Return a copy with missing ``symbols`` appended. Raises ``UserError`` if it cannot."""
 
     def encode_as_ids(self, lines: Sequence[str]) -> list[list[int]]:
         """Split each line into pieces. Returns their own ids."""
@@ -63,6 +72,8 @@ class Segmenter(Protocol):
 
 class SentencePieceSegmenter:
     """A SentencePiece model."""
+
+    has_ids_of_model = False
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -194,6 +205,7 @@ class JsonSegmenter:
     """
 
     symbols: Sequence[str] = ()
+    has_ids_of_model = True
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -297,6 +309,21 @@ class JsonSegmenter:
                 vocabulary.append([self._tokens.get(i, f"<unused_{i}>"), 0.0])
             vocabulary.extend(zip(pieces, scores))
         return JsonSegmenter(json.dumps(content, ensure_ascii=False).encode())
+
+    def sample(self, lines: Sequence[str], sampling: SubwordSampling, seed: int) -> list[list[str]]:
+        """Raise ``UserError``: the ``tokenizers`` library samples in another way."""
+        raise UserError(
+            f"The training text is segmented with {sampling}; expected no subword sampling "
+            "(tokenizer.bpe_dropout 0), because it needs a SentencePiece model and this model "
+            "has a tokenizer.json file."
+        )
+
+    def with_symbols(self, symbols: Sequence[str]) -> JsonSegmenter:
+        """Raise ``UserError``: transformers would not know the symbols."""
+        raise UserError(
+            f"tokenizer.user_defined_symbols contains {symbols[0]!r}; expected none, because "
+            "this model has a tokenizer.json file."
+        )
 
     def affix_ids(self, line: str) -> tuple[list[int], list[int]]:
         """Return the ids that the file's post-processor puts before and after a line."""

@@ -56,7 +56,7 @@ class SubwordModel:
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         # True if the segmenter's ids are those of the vocabulary.
-        self._ids_agree = self.has_own_vocabulary or isinstance(segmenter, JsonSegmenter)
+        self._ids_agree = self.has_own_vocabulary or segmenter.has_ids_of_model
         has_tags = not self._ids_agree and any(map(_TAG_TOKEN.fullmatch, vocabulary.tokens))
         tag = f"(?:{_TAG})?" if has_tags else ""
         self._tag_pattern = re.compile(tag)
@@ -101,12 +101,6 @@ class SubwordModel:
         texts = [line[len(tag) :] for line, tag in zip(lines, tags)]
         if sampling is None:
             pieces_of_lines = self.segmenter.encode(texts)
-        elif isinstance(self.segmenter, JsonSegmenter):
-            raise UserError(
-                f"The training text is segmented with {sampling}; expected no subword sampling "
-                "(tokenizer.bpe_dropout 0), because it needs a SentencePiece model and this model "
-                "has a tokenizer.json file."
-            )
         else:
             pieces_of_lines = self.segmenter.sample(texts, sampling, seed)
         return [
@@ -167,11 +161,6 @@ class SubwordModel:
 
         Raises ``UserError`` for a tokenizer.json file.
         """
-        if isinstance(self.segmenter, JsonSegmenter):
-            raise UserError(
-                f"tokenizer.user_defined_symbols contains {symbols[0]!r}; expected none, because "
-                "this model has a tokenizer.json file."
-            )
         segmenter = self.segmenter.with_symbols(symbols)
         if self.has_own_vocabulary:
             return SubwordModel(segmenter, languages=self.tokens(self.vocabulary.languages))
