@@ -1,7 +1,7 @@
 """Segmenters: text to pieces and back, with SentencePiece or with a tokenizer.json file.
 
-A segmenter knows nothing of special tokens, languages or the ids of a model (``Vocabulary``), except
-whether its own ids are those of an imported model.
+A segmenter knows nothing of special tokens, languages or the ids of a model (``Vocabulary``),
+except whether its own ids are those of an imported model.
 """
 
 from __future__ import annotations
