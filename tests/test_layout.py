@@ -28,6 +28,7 @@ TRUNK = [
     "devices.sharding",
     "devices.distributed",
     "tokenization.special_ids",
+    "tokenization.rows",
     "tokenization.subword_sampling",
     "tokenization.segmenters",
     "tokenization.vocabulary",

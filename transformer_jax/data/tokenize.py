@@ -27,6 +27,7 @@ from transformer_jax.data.sources import ParallelText, TextPair
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig
+from transformer_jax.tokenization.rows import with_eos
 from transformer_jax.tokenization.subword_sampling import SubwordSampling
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_links
@@ -122,7 +123,7 @@ def concatenate(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int
     """Append EOS to each sequence that lacks it and concatenate them. Returns the tokens and int32
     lengths.
     """
-    ended = [ids if eos_id in ids else [*ids, eos_id] for ids in sequences]
+    ended = [with_eos(ids, eos_id) for ids in sequences]
     lengths = np.array(list(map(len, ended)), np.int32)
     tokens = chain.from_iterable(ended)
     return np.fromiter(tokens, dtype, int(lengths.sum(dtype=np.int64))), lengths

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from transformer_jax.decoding.search import NOT_FORCED, SearchMethod, Sentence
+from transformer_jax.tokenization.rows import pad_rows, with_eos
 
 
 class Bucket(NamedTuple):
@@ -80,18 +81,14 @@ def pad_batch(
     B = bucket.num_rows
     S = max(map(bucket.padded_source_length, sentences), default=bucket.lengths[0])
     P = max_target_length(bucket.lengths[-1])
-    source_BS = np.full((B, S), method.pad_id, np.int32)
+    sources = [with_eos(sentence.tokens, method.eos_id) for sentence in sentences]
     limit_B = np.zeros(B, np.int32)
     num_hypotheses_B = np.zeros(B, np.int32)
     prefix_BP = np.full((B, P), NOT_FORCED, np.int32)
     seed_B = np.zeros(B, np.uint32)
     terms_BKAM = np.full((B, *bucket.terms), -1, np.int32)
     for row, sentence in enumerate(sentences):
-        source = list(sentence.tokens)
-        if method.eos_id not in source:
-            source.append(method.eos_id)
-        source_BS[row, : len(source)] = source
-        limit_B[row] = max_target_length(len(source))
+        limit_B[row] = max_target_length(len(sources[row]))
         num_hypotheses_B[row] = sentence.num_hypotheses
         prefix_BP[row, : len(sentence.prefix)] = sentence.prefix[:P]
         seed_B[row] = sentence.seed
@@ -105,6 +102,7 @@ def pad_batch(
     }
     if bucket.terms:
         start_arguments["terms_BKAM"] = terms_BKAM
+    source_BS = pad_rows(sources, method.pad_id, length=S, num_rows=B)
     return PaddedBatch(source_BS, start_arguments)
 
 

@@ -27,6 +27,7 @@ from transformer_jax.pretrained.tokenizer_files import PretrainedTokenizer
 from transformer_jax.pretrained.weights import check_finite
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
+from transformer_jax.tokenization.rows import pad_rows, with_eos
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 
@@ -141,20 +142,17 @@ class TextEncoder:
         """
         eos_id = self.config.eos_id
         affixes = self.tokenizer.affixes()
+        num_after = max(1, len(affixes.after_source))
         rows = []
         for ids in self.tokenizer.source.encode(texts):
-            row = affixes.source(ids)
-            row = row if eos_id in affixes.after_source else [*row, eos_id]
-            num_after = max(1, len(affixes.after_source))
+            row = with_eos(affixes.source(ids), eos_id)
             if length is not None and len(row) > length:
                 row = row[: length - num_after] + row[-num_after:]
             rows.append(row)
-        longest = length or max(map(len, rows), default=1)
-        ids_BS = np.full((len(rows), longest), self.config.pad_id, np.int32)
-        mask_BS = np.zeros(ids_BS.shape, bool)
-        for i, row in enumerate(rows):
-            ids_BS[i, : len(row)] = row
-            mask_BS[i, : len(row)] = True
+        lengths = [len(row) for row in rows]
+        padded_length = length or max(lengths, default=1)
+        ids_BS = pad_rows(rows, self.config.pad_id, length=padded_length)
+        mask_BS = np.arange(padded_length) < np.array(lengths)[:, None]
         return ids_BS, mask_BS
 
     @cached_property

@@ -18,6 +18,7 @@ from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.pretrained.loading import import_huggingface
 from transformer_jax.settings.config import Config
+from transformer_jax.tokenization.rows import with_eos
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 SENTENCES = (
@@ -100,7 +101,9 @@ def compare_with_transformers(
     if tokenizer.languages.places.in_text and affixes.before_source:
         tag = tokenizer.languages.token(languages[1], "target_language")
         texts = [f"{tag} {sentence}" for sentence in SENTENCES]
-    sources = [_with_eos(affixes.source(ids), model) for ids in tokenizer.source.encode(SENTENCES)]
+    eos_id = model.config.eos_id
+    encoded = tokenizer.source.encode(SENTENCES)
+    sources = [with_eos(affixes.source(ids), eos_id) for ids in encoded]
     expected = [reference_tokenizer(text).input_ids for text in texts]
     num_same_ids = sum(source == ids for source, ids in zip(sources, expected))
     prefix = affixes.before_target[: tokenizer.unscored_prefix_length]
@@ -109,14 +112,14 @@ def compare_with_transformers(
     num_ended = 0
     logit_difference = 0.0
     for source, output in zip(sources, outputs):
-        labels = _with_eos(output, model)
+        labels = with_eos(output, eos_id)
         logit_difference = max(
             logit_difference, _logit_difference(model, reference_model, source, labels)
         )
         reference_output = _reference_output(model, reference_model, source, prefix)
-        if model.config.eos_id in reference_output and len(labels) < _MAX_TOKENS:
+        if eos_id in reference_output and len(labels) < _MAX_TOKENS:
             num_ended += 1
-            end = reference_output.index(model.config.eos_id) + 1
+            end = reference_output.index(eos_id) + 1
             num_same_outputs += labels == reference_output[:end]
     return Comparison(
         name, num_same_ids, logit_difference, num_same_outputs, num_ended, len(SENTENCES)
@@ -203,7 +206,3 @@ def _search_sources(
     engine = Engine(model, decoding, unscored_prefix_length=tokenizer.unscored_prefix_length)
     results = engine.search([Sentence(source, prefix) for source in sources])
     return [hypotheses[0].tokens if hypotheses else [] for hypotheses in results]
-
-
-def _with_eos(ids: list[int], model: Transformer) -> list[int]:
-    return ids if model.config.eos_id in ids else [*ids, model.config.eos_id]

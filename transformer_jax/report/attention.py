@@ -16,6 +16,7 @@ from flax import nnx
 
 from transformer_jax import Ensemble, ModelConfig, Transformer, Translator, UserError
 from transformer_jax.errors import needs_extra
+from transformer_jax.tokenization.rows import with_eos
 from transformer_jax.translation.requests import check_text
 
 if TYPE_CHECKING:
@@ -81,9 +82,7 @@ def sentence_attention(
         )
     affixes = tokenizer.affixes()
     [text_ids] = tokenizer.source.encode([text])
-    source = affixes.source(text_ids)
-    if model.config.eos_id not in source:
-        source.append(model.config.eos_id)
+    source = with_eos(affixes.source(text_ids), model.config.eos_id)
     source_1S = _padded("text", source, model.config)
     if target is None:
         [[translation]] = translator.stream([text])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from transformer_jax.tokenization.rows import with_eos
 from transformer_jax.tokenization.subword_model import SubwordModel
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_words
@@ -82,9 +83,7 @@ def align_texts(
 ) -> Alignment:
     """Align a (source, target) pair of texts, given their token ids and attention weights."""
     eos_id = tokenizer.source.eos_id
-    source_ids = list(tokens[0])
-    if eos_id not in source_ids:  # in some models, a language follows EOS
-        source_ids.append(eos_id)
+    source_ids = with_eos(tokens[0], eos_id)
     source, source_word_ids = _words(tokenizer.source, source_ids, texts[0])
     source_word_ids = [-1 if i == eos_id else word for i, word in zip(source_ids, source_word_ids)]
     target, target_word_ids = _words(tokenizer.target, [*tokens[1], eos_id], texts[1])

@@ -23,6 +23,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.gpu import single_device_mesh
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.settings.config import DecodingConfig
+from transformer_jax.tokenization.rows import pad_rows, with_eos
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation.alignment import align_texts
 from transformer_jax.translation.loading import check_vocabulary
@@ -210,6 +211,8 @@ class Scorer:
             message = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
             message += "are skipped."
             logger.warning(message, len(pairs) - len(padded), len(pairs), self.max_length)
+        eos_id = self._config.eos_id
+        pad_id = self._config.pad_id
         running: list[tuple[list[int], Array]] = []
         # Dispatch the longest pairs first, and all batches before waiting for the first result.
         longest_first = sorted(padded, key=padded.__getitem__, reverse=True)
@@ -218,15 +221,12 @@ class Scorer:
             num_pairs = self.config.batch_size * _FULL_BATCH_LENGTH // full_length
             batch_size = max(1, num_pairs // len(self._parameters))
             for batch in batched(indices, batch_size):
-                sides_2BL = np.full((2, batch_size, length), self._config.pad_id, np.int32)
-                for row, i in enumerate(batch):
-                    source, target = pairs[i]
-                    eos_id = self._config.eos_id
-                    source = source if eos_id in source else [*source, eos_id]
-                    sides_2BL[0, row, : len(source)] = source
-                    sides_2BL[1, row, : len(target) + 1] = [*target, eos_id]
+                sources = [with_eos(pairs[i][0], eos_id) for i in batch]
+                targets = [[*pairs[i][1], eos_id] for i in batch]
+                source_BL = pad_rows(sources, pad_id, length=length, num_rows=batch_size)
+                target_BL = pad_rows(targets, pad_id, length=length, num_rows=batch_size)
                 parameters = self._parameters[len(running) % len(self._parameters)]
-                running.append((batch, function(parameters, *sides_2BL)))
+                running.append((batch, function(parameters, source_BL, target_BL)))
         results: list[np.ndarray | None] = [None] * len(pairs)
         for batch, result in running:
             for i, row in zip(batch, np.asarray(result)):  # remaining rows are padding
