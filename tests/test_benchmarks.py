@@ -166,6 +166,7 @@ def test_training(tmp_path: Path) -> None:
     assert table["against"]["compiling, s"] > 0
 
 
+@pytest.mark.exhaustive
 def test_parts_of_a_training_step(tmp_path: Path) -> None:
     """Every operation of the step is in the trace, and in a part of the model."""
     small = ["--config", str(tmp_path / "tiny.py"), "--pairs", "4", "--length", "6", "--steps", "2"]
@@ -203,6 +204,7 @@ def test_an_operation_belongs_to_the_scope_in_its_path(path: str, expected: str)
     assert parts.part(path) == expected
 
 
+@pytest.mark.exhaustive
 def test_decoding_agrees_with_other_engines(
     tmp_path: Path, here: Callable[..., dict[str, Any]]
 ) -> None:

@@ -264,6 +264,7 @@ def corrupted(
     return noisy, labels
 
 
+@pytest.mark.exhaustive
 def test_most_noise_is_found_in_real_text(shared_data: Path, tmp_path: Path) -> None:
     folder = shared_data / "tatoeba_de_en"
     sides = [list(transformer_jax.read_lines(str(folder / f"dev.{x}.gz"))) for x in ("en", "de")]

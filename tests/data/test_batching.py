@@ -204,6 +204,7 @@ def test_little_padding(layout):
     assert min(plan.fill) >= (0.84 if layout == "bucketed" else 0.95), plan.fill
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name, vocab_size",
     [("multi30k/tok/train.lc.norm.tok.{}.gz", 10_000), ("tatoeba_de_en/train.{}.gz", 8_000)],

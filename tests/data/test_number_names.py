@@ -16,7 +16,20 @@ def style(name):
     return name[0].isupper(), name.endswith(".")
 
 
-def test_numbers_are_num2words_and_splits_are_disjoint():
+def test_names_are_num2words_and_in_one_split():
+    train, dev, test = (list(number_names(split, 20_000)) for split in ("train", "dev", "test"))
+    assert list(map(len, (train, dev, test))) == [20_000, 10_000, 10_000]
+    splits = [{plain(source) for source, _ in pairs} for pairs in (train, dev, test)]
+    assert len(set.union(*splits)) == sum(map(len, splits))
+    names = {plain(source): plain(target) for source, target in train + dev + test}
+    known = [n for n in [*range(1102), *range(1000, 1_000_000, 997)] if num2words(n) in names]
+    assert len(known) > 1000
+    for n in known:
+        assert names[num2words(n)] == num2words(n, lang="de")
+
+
+@pytest.mark.exhaustive
+def test_a_million_numbers_are_num2words_and_splits_are_disjoint():
     train, dev, test = (list(number_names(split, 10**6)) for split in ("train", "dev", "test"))
     assert (len(train), len(dev), len(test)) == (994_834, 10_000, 10_000)
     everything = {plain(source): plain(target) for source, target in train + dev + test}

@@ -161,7 +161,9 @@ def tokens(*shape: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
+)
 def test_an_exported_translate_function_takes_any_number_and_length_of_sentences(dtype) -> None:
     config = ModelConfig(vocab_size=20, d_model=16, d_ff=32, num_heads=2, num_layers=1, dtype=dtype)
     model = with_cast_weights(random_transformer(config))

@@ -83,13 +83,26 @@ def converted(folder: Path, output: Path) -> ctranslate2.Translator:
     return ctranslate2.Translator(str(output), inter_threads=1, intra_threads=1)
 
 
-def log_probs(model: Transformer, source: list[int], target: list[int]) -> np.ndarray:
-    """Log-probabilities of the target's tokens."""
-    logits_BTV = model(jnp.array([source]), jnp.array([target]))
-    return np.asarray(jax.nn.log_softmax(logits_BTV)[0])[range(len(target)), target]
+@nnx.jit
+def all_log_probs(model: Transformer, source_BS: np.ndarray, target_BT: np.ndarray) -> jax.Array:
+    return jax.nn.log_softmax(model(source_BS, target_BT))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+def log_probs(model: Transformer, pairs: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+    """Log-probabilities of each target's tokens. All pairs are one batch: one compilation."""
+    rows_of_sides = []
+    for side in zip(*pairs):
+        rows = np.full((len(pairs), max(map(len, side))), model.config.pad_id, np.int32)
+        for row, ids in zip(rows, side):
+            row[: len(ids)] = ids
+        rows_of_sides.append(rows)
+    log_probs_BTV = np.asarray(all_log_probs(model, *rows_of_sides))
+    return [row[range(len(target)), target] for row, (_, target) in zip(log_probs_BTV, pairs)]
+
+
+@pytest.mark.parametrize(
+    "shape", ["opus-mt", pytest.param("untied", marks=pytest.mark.exhaustive), "pre-norm"]
+)
 def test_scores_and_beams_are_those_of_ctranslate2s_converter(shape, folders, tmp_path) -> None:
     config, model, tokenizer = loaded(folders / shape)
     theirs = converted(folders / shape, tmp_path / "ctranslate2")
@@ -103,10 +116,10 @@ def test_scores_and_beams_are_those_of_ctranslate2s_converter(shape, folders, tm
     targets = tokenizer.target.encode(UPPER[8:16])
     source_tokens = [tokenizer.source.tokens(ids) for ids in sources]
     target_tokens = [tokenizer.target.tokens(ids) for ids in targets]
+    pairs = [(source + eos, target + eos) for source, target in zip(sources, targets)]
     for translator in (theirs, exported):
         scores = translator.score_batch(source_tokens, target_tokens)
-        for source, target, score in zip(sources, targets, scores):
-            expected = log_probs(model, source + eos, target + eos)
+        for score, expected in zip(scores, log_probs(model, pairs), strict=True):
             np.testing.assert_allclose(score.log_probs, expected, atol=2e-5)
     # Not suppressed here: CTranslate2 computes scores as if suppressed tokens did not exist.
     assert config.decoding.suppress == ("<unk>",)
@@ -141,8 +154,10 @@ def test_scores_are_those_of_marian_itself(shape, folders) -> None:
     keys and values of self-attention, unlike in training.
     """
     model = loaded(folders / shape)[1]
-    for source, target, score in SCORES["translations"][shape]:
-        assert log_probs(model, source, target).sum() == pytest.approx(score, rel=5e-6)
+    scored = SCORES["translations"][shape]
+    found = log_probs(model, [(source, target) for source, target, _ in scored])
+    for ours, (_, _, score) in zip(found, scored, strict=True):
+        assert ours.sum() == pytest.approx(score, rel=5e-6)
     assert SCORES["version"] == "1.12.42"
 
 
@@ -154,9 +169,8 @@ def test_the_decoders_first_input_is_zero_whatever_padding_becomes(folders) -> N
     changed = nnx.clone(model)
     matrix = changed.target_embedding.matrix
     matrix.set_value(matrix[...].at[config.model.pad_id].set(0.5))
-    np.testing.assert_array_equal(
-        log_probs(changed, source, target), log_probs(model, source, target)
-    )
+    pairs = [(source, target)]
+    np.testing.assert_array_equal(log_probs(changed, pairs), log_probs(model, pairs))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

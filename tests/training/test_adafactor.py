@@ -146,14 +146,43 @@ def losses(run: StepFunctions) -> list[float]:
     return found
 
 
+def updates_on(mesh: MeshConfig, devices: int, **settings: Any) -> Any:
+    """Two updates of a model with random gradients, sharded as in training."""
+    config = changed(CONFIG, mesh=mesh, **settings)
+    run = step_functions(mesh, devices, **settings)
+    optimizer = make_optimizer(config.optimizer, config.model.d_model)
+    draw = np.random.default_rng(0)
+    parameters, *gradients = (
+        jax.tree.map(
+            lambda x: jax.device_put(draw.normal(size=x.shape).astype(x.dtype), x.sharding),
+            run.abstract_state.parameters,
+        )
+        for _ in range(3)
+    )
+    state = jax.tree.map(
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
+        run.abstract_state.optimizer,
+    )
+    update = jax.jit(optimizer.update)
+    found = []
+    for gradient in gradients:
+        updates, state = update(gradient, state, parameters)
+        found.append(jax.tree.map(np.asarray, updates))
+    return found
+
+
+@pytest.mark.devices(8)
+def test_updates_on_a_mesh_equal_those_on_one_device() -> None:
+    expected = updates_on(MeshConfig(), 1)
+    found = updates_on(MeshConfig(2, 2, 2), 8)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.devices(8)
 @pytest.mark.parametrize(
     ("mesh", "accumulate_steps"),
-    [
-        (MeshConfig(2, 2, 2), 1),
-        pytest.param(MeshConfig(fsdp=8), 1, marks=pytest.mark.exhaustive),
-        pytest.param(MeshConfig(fsdp=2, tensor=4), 2, marks=pytest.mark.exhaustive),
-    ],
+    [(MeshConfig(2, 2, 2), 1), (MeshConfig(fsdp=8), 1), (MeshConfig(fsdp=2, tensor=4), 2)],
     ids=str,
 )
 def test_losses_on_a_mesh_equal_those_on_one_device(

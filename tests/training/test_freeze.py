@@ -110,7 +110,11 @@ def test_frozen_parameters_are_bit_identical_and_all_others_change(
 
 
 @pytest.mark.parametrize(
-    "mesh", [None, pytest.param(MeshConfig(2, 2, 2), marks=pytest.mark.devices(8))]
+    "mesh",
+    [
+        None,
+        pytest.param(MeshConfig(2, 2, 2), marks=[pytest.mark.devices(8), pytest.mark.exhaustive]),
+    ],
 )
 def test_new_rows_of_a_frozen_matrix_are_trained(mesh: MeshConfig | None) -> None:
     """And nothing else, even if everything is frozen. The moving average follows."""

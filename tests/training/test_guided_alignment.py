@@ -172,6 +172,7 @@ def test_other_ways_to_the_same_step(config: Config) -> None:
     chex.assert_trees_all_close(found[1], expected[1], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_packed_batch_has_the_same_step() -> None:
     expected, found = one_step(guided(), batch()), one_step(guided(), packed(batch()))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)

@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import optax
 import pytest
-from test_adafactor import losses, step_functions
+from test_adafactor import losses, step_functions, updates_on
 
 from transformer_jax.settings.config import MeshConfig, OptimizerConfig
 from transformer_jax.training.optimizer import make_optimizer
@@ -76,17 +77,27 @@ def test_four_steps_follow_the_equations() -> None:
             assert 0.5 < rms / (0.01 * 0.2 * 2) < 2
 
 
+# A small model that Muon trains.
+SMALL = {
+    "model": {"vocab_size": 256, "d_model": 32, "d_ff": 64, "num_heads": 4, "dropout": 0.0},
+    "optimizer": {
+        field.name: getattr(SETTINGS, field.name) for field in dataclasses.fields(SETTINGS)
+    },
+}
+
+
 @pytest.mark.devices(8)
-@pytest.mark.parametrize(
-    "mesh",
-    [MeshConfig(2, 2, 2), pytest.param(MeshConfig(fsdp=8), marks=pytest.mark.exhaustive)],
-    ids=str,
-)
+def test_updates_on_a_mesh_equal_those_on_one_device() -> None:
+    expected = updates_on(MeshConfig(), 1, **SMALL)
+    found = updates_on(MeshConfig(2, 2, 2), 8, **SMALL)
+    chex.assert_trees_all_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("mesh", [MeshConfig(2, 2, 2), MeshConfig(fsdp=8)], ids=str)
 def test_losses_on_a_mesh_equal_those_on_one_device(mesh: MeshConfig) -> None:
-    small = {"vocab_size": 256, "d_model": 32, "d_ff": 64, "num_heads": 4, "dropout": 0.0}
-    muon = {field.name: getattr(SETTINGS, field.name) for field in dataclasses.fields(SETTINGS)}
-    settings = {"model": small, "optimizer": muon}
-    expected = losses(step_functions(MeshConfig(), 1, **settings))
+    expected = losses(step_functions(MeshConfig(), 1, **SMALL))
     assert expected[-1] < expected[0]
-    found = losses(step_functions(mesh, 8, **settings))
+    found = losses(step_functions(mesh, 8, **SMALL))
     np.testing.assert_allclose(found, expected, rtol=1e-4)

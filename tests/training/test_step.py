@@ -438,7 +438,7 @@ def test_r_drop_penalizes_the_divergence_between_two_dropout_masks() -> None:
     assert divergence(strong[-1]) < 0.5 * 10 * divergence(weak[-1])
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_simcut_adds_the_divergence_from_a_pass_with_cut_tokens(packed: bool) -> None:
     """Equation 6 of Gao et al. (2022). EOS and the decoder's start are never cut."""
     inputs = batch()

@@ -22,7 +22,7 @@ from transformer_jax import (
 from transformer_jax.errors import UserError
 
 LINES = lines_of_words(30)
-CONFIG = DecodingConfig(beam_size=3, max_extra_length=8, max_source_length=24, batch_size=4)
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=8, max_source_length=24, batch_size=2)
 
 
 @pytest.fixture(scope="module")
