@@ -173,7 +173,7 @@ def test_a_canceled_sentence(state):
     canceled = submit(scheduler, SENTENCES[3])
     if state == "running":
         scheduler.batches[0].resize(2)
-        admitted = scheduler.queue.take(scheduler.batches[0].bucket, 1)
+        admitted = scheduler.queue.take_waiting(scheduler.batches[0].bucket, 1)
         scheduler.batches[0].decode(admitted, max_steps=1, stop_after=1)
         scheduler.batches[0].read()
         assert canceled in [task.future for task in scheduler.batches[0].running]
@@ -212,7 +212,7 @@ def test_positions_of_idle_rows_do_not_overflow():
             state=state, cache=dataclasses.replace(cache, position_B=late)
         )
         submit(scheduler, SENTENCES[0])
-        admitted = scheduler.queue.take(batch.bucket, 1)
+        admitted = scheduler.queue.take_waiting(batch.bucket, 1)
         batch.decode(admitted, max_steps=9, stop_after=1)  # in one row; the others stay idle
         batch.read()
         for counted in batch._rows.state, batch._rows.cache:

@@ -115,7 +115,7 @@ def test_as_many_training_sentences_as_allowed_are_kept(joint, most, monkeypatch
         return model
 
     model = train().source.model
-    monkeypatch.setattr(tokenizer_module, "learn", learn)
+    monkeypatch.setattr(tokenizer_module, "learn_sentencepiece", learn)
     config = TokenizerConfig(joint=joint, max_training_sentences=2 * most if joint else most)
     for count in range(1, 40):
         learned.clear()

@@ -165,11 +165,11 @@ def _fill_rows(
     first_of_row = np.repeat(np.cumsum(pairs_per_row) - pairs_per_row, pairs_per_row)
     offsets = np.cumsum(lengths) - lengths
     starts = offsets - offsets[first_of_row]
-    destinations = ranges(row * L + starts, lengths)
+    flat_positions = ranges(row * L + starts, lengths)
     tokens_BL = np.full((len(pairs_per_row), L), padding, np.int32)
     segments_BL = np.zeros_like(tokens_BL)
-    tokens_BL.reshape(-1)[destinations] = tokens
-    segments_BL.reshape(-1)[destinations] = np.repeat(
+    tokens_BL.reshape(-1)[flat_positions] = tokens
+    segments_BL.reshape(-1)[flat_positions] = np.repeat(
         np.arange(len(lengths)) - first_of_row + 1, lengths
     )
     return tokens_BL, segments_BL, starts

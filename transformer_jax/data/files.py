@@ -85,7 +85,7 @@ def find_files(names: Iterable[tuple[str, ...]], root: str, kind: str) -> list[t
     Does not open the files. A folder of kind "parquet" stands for its .parquet files. Raises
     ``UserError`` if a file is missing, or if source and target match different numbers of files.
     """
-    corresponding: list[tuple[AnyPath, ...]] = []
+    matched_files: list[tuple[AnyPath, ...]] = []
     for sides in names:
         files = [expanded(name, root) for name in sides]
         if kind == "parquet" and kind_of(files[0][0]) == "directory":
@@ -100,12 +100,12 @@ def find_files(names: Iterable[tuple[str, ...]], root: str, kind: str) -> list[t
                 f"{' and '.join(descriptions)}; expected the same number, paired in sorted order. "
                 f"Relative names start from data.root = {root!r}."
             )
-        corresponding += zip(*files)
-    for file in chain.from_iterable(corresponding):
+        matched_files += zip(*files)
+    for file in chain.from_iterable(matched_files):
         if kind_of(file) != "file":
             raise UserError(
                 f"{str(file)!r} is not a file; expected a {kind} file as source or target (or "
                 "alignments) of data.train, data.dev or data.test. Relative names start from "
                 f"data.root = {root!r}."
             )
-    return corresponding
+    return matched_files

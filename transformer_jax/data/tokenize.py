@@ -113,10 +113,10 @@ class TokenizeJob:
                 ids = source_ids, target_ids
                 links.extend(token_links(self.tokenizer, pair[:2], ids, pair.links))
             sides.append((np.array(links, np.int32), lengths_2N[1]))
-        filtered = []
+        filtered_sides = []
         for flat_tokens, lengths in sides:
-            filtered.append((flat_tokens[np.repeat(passes_N, lengths)], lengths[passes_N]))
-        return TokenizedChunk(filtered, len(pairs))
+            filtered_sides.append((flat_tokens[np.repeat(passes_N, lengths)], lengths[passes_N]))
+        return TokenizedChunk(filtered_sides, len(pairs))
 
 
 def concatenate(sequences: Iterable[Sequence[int]], dtype: np.dtype, eos_id: int) -> FlatSequences:

@@ -29,9 +29,9 @@ def length_penalty(lengths: Array | np.ndarray | int, alpha: float, offset: floa
     """Compute the length penalty ((c + length) / (c + 1))^alpha; c is ``offset`` (Wu et al., 2016,
     equation 14: c = 5; the paper's section 6.1 uses alpha = 0.6).
     """
-    floats: Any
+    float_lengths: Any
     if isinstance(lengths, np.ndarray):  # without compiling anything
-        floats = lengths.astype(np.float32)
+        float_lengths = lengths.astype(np.float32)
     else:
-        floats = jnp.asarray(lengths, jnp.float32)
-    return ((offset + floats) / (offset + 1)) ** alpha
+        float_lengths = jnp.asarray(lengths, jnp.float32)
+    return ((offset + float_lengths) / (offset + 1)) ** alpha

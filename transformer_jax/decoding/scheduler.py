@@ -189,7 +189,7 @@ class TaskQueue:
             self.changed.notify_all()
         return task.future
 
-    def take(self, bucket: Bucket, count: int) -> list[Task]:
+    def take_waiting(self, bucket: Bucket, count: int) -> list[Task]:
         """Take up to ``count`` waiting sentences of one padded length, the oldest first."""
         with self.changed:
             tasks = self._waiting[bucket].next_group()
@@ -224,7 +224,7 @@ class TaskQueue:
         with self.changed:
             return len(self._waiting[bucket].next_group())
 
-    def share(self, bucket: Bucket) -> int:
+    def share_of_device(self, bucket: Bucket) -> int:
         """Return each device's share of a bucket's unfinished sentences."""
         return -(-len(self._unfinished[bucket]) // self.num_devices)
 
@@ -289,10 +289,10 @@ class Scheduler:
         busy_batches = self._busy_batches()
         for batch in busy_batches:
             num_running = len(batch.running)
-            batch.resize(max(num_running, self.queue.share(batch.bucket)))
+            batch.resize(max(num_running, self.queue.share_of_device(batch.bucket)))
             num_idle = batch.num_rows - num_running
             count = self._num_admissible(batch, num_idle, is_only_busy=len(busy_batches) == 1)
-            admitted = self.queue.take(batch.bucket, count)
+            admitted = self.queue.take_waiting(batch.bucket, count)
             max_steps = max(STEPS_PER_READ, STEPS_PER_READ_OF_ONE_ROW // batch.num_rows)
             # Only one padded length is admitted at a time. Fill the other rows before decoding.
             can_admit_more = self.queue.waiting(batch.bucket) and len(admitted) != num_idle
@@ -306,7 +306,7 @@ class Scheduler:
         last sentences of a bucket are decoded to the end. Returns False if no sentence is waiting.
         """
         for batch in self.batches:
-            admitted = self.queue.take(batch.bucket, batch.encode_batch_size)
+            admitted = self.queue.take_waiting(batch.bucket, batch.encode_batch_size)
             if admitted:
                 is_last = not self.queue.waiting(batch.bucket)
                 max_steps = _NO_LIMIT if is_last else 0

@@ -129,18 +129,18 @@ class Workers:
     def _compile(self) -> None:
         """Compile all other searches, few rows first, until ``stop``."""
         start = time.perf_counter()
-        incomplete = [
+        batches_to_compile = [
             (scheduler, scheduler.batches[index])
             for index in range(len(self._buckets))
             for scheduler in self.schedulers
         ]
         with self._stopping_at_errors():
-            while incomplete:
-                for scheduler, batch in list(incomplete):
+            while batches_to_compile:
+                for scheduler, batch in list(batches_to_compile):
                     if self.failure:
                         return
                     if not scheduler.compile_next(batch):
-                        incomplete.remove((scheduler, batch))
+                        batches_to_compile.remove((scheduler, batch))
                     return_free_memory()
             logger.info("Compiled all searches in %.0f s.", time.perf_counter() - start)
 

@@ -45,8 +45,8 @@ def start(settings: Processes) -> None:
     """
     timeout = settings.start_timeout
     address = settings.coordinator_address
-    explicit = address, settings.num_processes, settings.process_id
-    if explicit == (None, None, None) and not settings.distributed:
+    explicit_settings = address, settings.num_processes, settings.process_id
+    if explicit_settings == (None, None, None) and not settings.distributed:
         find_devices()
         return
     if address is not None and not re.fullmatch(r".+:\d+", address):
@@ -56,7 +56,7 @@ def start(settings: Processes) -> None:
     with _ended_after(timeout):
         try:
             jax.distributed.initialize(
-                *explicit,
+                *explicit_settings,
                 # With an explicit address, JAX must not detect a cluster: its settings can differ.
                 cluster_detection_method=None if address is None else "deactivate",
                 initialization_timeout=timeout + 60,

@@ -116,8 +116,8 @@ def from_torch(
     _check_modules(transformer, config)
     state = transformer.state_dict() | ends | tables
     tensors = {name: x.detach().float().cpu().numpy() for name, x in state.items()}
-    lazies = from_library(tensors, config, _LIBRARY, "The modules", optional="bias$")
-    return model_from_arrays(config, {name: np.asarray(x) for name, x in lazies.items()})
+    lazy_arrays = from_library(tensors, config, _LIBRARY, "The modules", optional="bias$")
+    return model_from_arrays(config, {name: np.asarray(x) for name, x in lazy_arrays.items()})
 
 
 def to_torch(model: Transformer) -> TorchModules:
@@ -267,9 +267,9 @@ def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor]
                 f"{name} is a {type(module).__name__}{max_norm_note}; expected a "
                 "torch.nn.Embedding, a torch.nn.Linear as output, or a matrix."
             )
-    at = [tensors[f"{name}.weight"].data_ptr() for name in modules]
+    addresses = [tensors[f"{name}.weight"].data_ptr() for name in modules]
     tying = {(True, True): "all", (True, False): "embeddings", (False, True): "target"}
-    return tensors, tying.get((at[0] == at[1], at[1] == at[2]), "none")
+    return tensors, tying.get((addresses[0] == addresses[1], addresses[1] == addresses[2]), "none")
 
 
 def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -162,5 +162,5 @@ def _store(part: tuple[Any, int, int], x_LK: Array, rows: int) -> None:
 
 def _dot(x: Array, y: Array, axes: tuple[int, int]) -> Array:
     """Contract one axis of each matrix, accumulating in float32."""
-    contracted = ((axes[0],), (axes[1],))
-    return jax.lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=jnp.float32)
+    summed_axes = ((axes[0],), (axes[1],))
+    return jax.lax.dot_general(x, y, (summed_axes, ((), ())), preferred_element_type=jnp.float32)

@@ -84,8 +84,8 @@ def _forward(settings: _NormSettings, *arrays: Any) -> tuple[Array, Any]:
 def _backward(settings: _NormSettings, residuals: Any, d_out_L4C: Array) -> tuple[Any, ...]:
     sum_L4C, _, scale_4C = residuals
     shards = gpu.row_shards(settings.mesh)
-    programs = shards * pl.cdiv(sum_L4C.size // shards, _BLOCK_ELEMENTS)
-    sums_shape = jax.ShapeDtypeStruct((programs, 1, *scale_4C.shape), jnp.float32)
+    num_programs = shards * pl.cdiv(sum_L4C.size // shards, _BLOCK_ELEMENTS)
+    sums_shape = jax.ShapeDtypeStruct((num_programs, 1, *scale_4C.shape), jnp.float32)
     out_shapes = [sum_L4C, sum_L4C, sums_shape, sums_shape]
     d_x, d_y, *sums = _call(_backward_kernel, settings, (*residuals, d_out_L4C), out_shapes)
     d_scale, d_bias = (partial_sums.sum(axis=(0, 1)) for partial_sums in sums)

@@ -36,8 +36,8 @@ def sinusoidal_positions(
     half = d_model // 2
     frequencies = 10000.0 ** -(np.arange(half) / (half if is_interleaved else max(1, half - 1)))
     angles = np.arange(length)[:, None] * frequencies[None]
-    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2 if is_interleaved else 1)
-    return waves.reshape(length, d_model).astype(np.float32)
+    sines_and_cosines = np.stack([np.sin(angles), np.cos(angles)], axis=2 if is_interleaved else 1)
+    return sines_and_cosines.reshape(length, d_model).astype(np.float32)
 
 
 def upper_bound(length: Any, limit: int = 2**16) -> int:

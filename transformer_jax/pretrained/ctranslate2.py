@@ -153,12 +153,12 @@ def _spec(shape: ModelConfig) -> Any:
         "ffn_glu": shape.is_gated,
     }
     encoder = transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **settings)
-    guided = shape.alignment_layer is not None
+    has_alignment_head = shape.alignment_layer is not None
     decoder = transformer_spec.TransformerDecoderSpec(
         shape.decoder_layers,
         shape.num_heads,
-        alignment_layer=shape.alignment_layer if guided else -1,
-        alignment_heads=int(guided),  # 0: the mean over all heads
+        alignment_layer=shape.alignment_layer if has_alignment_head else -1,
+        alignment_heads=int(has_alignment_head),  # 0: the mean over all heads
         **settings,
     )
     for side in (encoder, decoder):

@@ -109,7 +109,9 @@ class TextEncoder:
         graph, state = nnx.split(abstract, nnx.Param)
         shapes = {x: leaf.shape for x, leaf in parameters_by_name(nnx.to_pure_dict(state)).items()}
         parameters = pretrained.encoder_parameters(config, shapes)
-        values = _place(nnx.to_pure_dict(state), parameters, weights, mesh, f"{str(folder)!r} has")
+        values = _place_on_mesh(
+            nnx.to_pure_dict(state), parameters, weights, mesh, f"{str(folder)!r} has"
+        )
 
         def read_tokenizer() -> Tokenizer:
             files = pretrained.files if tokenizer_folder == folder else JsonFiles(tokenizer_folder)
@@ -183,7 +185,7 @@ def _find_folders(name: str, subfolder: str) -> tuple[Path, Path]:
     return root, root
 
 
-def _place(
+def _place_on_mesh(
     abstract: Any,
     parameters: Mapping[str, LazyArray],
     weights: str,

@@ -39,7 +39,7 @@ def find_pretrained(
             )
         return folder
     if folder.suffix == ".zip" and folder.is_file():
-        return _unpacked(folder)
+        return _unpack_archive(folder)
     with needs_extra("pretrained"):
         import huggingface_hub  # noqa: F401
     files = [*files, *["pytorch_model.bin"] * allow_pickle]
@@ -57,7 +57,7 @@ def find_pretrained(
     return Path(folder_in_cache)
 
 
-def _unpacked(archive: Path) -> Path:
+def _unpack_archive(archive: Path) -> Path:
     """Return the folder in our cache with the files of a zip archive."""
     stat = archive.stat()
     key = f"{archive.resolve()} {stat.st_size} {stat.st_mtime_ns}"

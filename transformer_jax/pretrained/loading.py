@@ -78,8 +78,8 @@ def pretrained_workdir(name: str | Path) -> Path:
 
 def _fingerprint(source: Path) -> str:
     """Return the SHA-256 (hex) of the names, sizes and times of all files in a folder."""
-    stats = [(file.name, file.stat()) for file in sorted(source.glob("*")) if file.exists()]
-    fields = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
+    stat_of_files = [(file.name, file.stat()) for file in sorted(source.glob("*")) if file.exists()]
+    fields = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stat_of_files]
     return hashlib.sha256(repr(fields).encode()).hexdigest()
 
 

@@ -21,7 +21,7 @@ from transformer_jax.settings.config import Config
 from transformer_jax.tokenization.rows import with_eos
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
-SENTENCES = (
+TEST_SENTENCES = (
     "The sun is shining.",
     "It is raining, and nobody has an umbrella.",
     "How much does this book cost?",
@@ -97,12 +97,12 @@ def compare_with_transformers(
     options = {"src_lang": languages[0]} if languages[0] else {}
     reference_tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
     affixes = tokenizer.affixes(*languages)
-    texts = list(SENTENCES)
+    texts = list(TEST_SENTENCES)
     if tokenizer.languages.places.in_text and affixes.before_source:
         tag = tokenizer.languages.token(languages[1], "target_language")
-        texts = [f"{tag} {sentence}" for sentence in SENTENCES]
+        texts = [f"{tag} {sentence}" for sentence in TEST_SENTENCES]
     eos_id = model.config.eos_id
-    encoded = tokenizer.source.encode(SENTENCES)
+    encoded = tokenizer.source.encode(TEST_SENTENCES)
     sources = [with_eos(affixes.source(ids), eos_id) for ids in encoded]
     expected = [reference_tokenizer(text).input_ids for text in texts]
     num_same_ids = sum(source == ids for source, ids in zip(sources, expected))
@@ -122,7 +122,7 @@ def compare_with_transformers(
             end = reference_output.index(eos_id) + 1
             num_same_outputs += labels == reference_output[:end]
     return Comparison(
-        name, num_same_ids, logit_difference, num_same_outputs, num_ended, len(SENTENCES)
+        name, num_same_ids, logit_difference, num_same_outputs, num_ended, len(TEST_SENTENCES)
     )
 
 

@@ -96,8 +96,8 @@ class App:
         """Translate one or more texts. Extends LibreTranslate's API."""
         async with asyncio.timeout(self.timeout):
             query = await read_query(request, self.service.limits.max_body_bytes)
-            answering = await self.service.begin(query)
-            content = await _response_unless_disconnected(request, answering)
+            pending_answer = await self.service.begin(query)
+            content = await _response_unless_disconnected(request, pending_answer)
         if content is None:
             return Response(status_code=499)  # the client disconnected
         return Response(content, media_type="application/json")
@@ -113,9 +113,9 @@ class App:
                 raise UserError(
                     "q is a list; expected a single string. Use /translate to translate a list."
                 )
-            answering = await self.service.begin(query)
+            pending_answer = await self.service.begin(query)
         return StreamingResponse(
-            self._events(answering, end),
+            self._events(pending_answer, end),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
@@ -130,10 +130,10 @@ class App:
         response.status_code = 200 if status == "ok" else 503
         return Status(status=status, engine=self.service.engine)
 
-    async def _events(self, answering: PendingAnswer, end: float) -> AsyncIterator[bytes]:
+    async def _events(self, pending_answer: PendingAnswer, end: float) -> AsyncIterator[bytes]:
         kind = "sentence"
         try:
-            async with aclosing(answering.stream_sentences()) as events:
+            async with aclosing(pending_answer.stream_sentences()) as events:
                 while kind == "sentence":
                     async with asyncio.timeout_at(end):
                         kind, content = await anext(events)
@@ -176,17 +176,19 @@ async def _with_known_method(app: Any, scope: Scope, receive: Receive, send: Sen
     await app(scope, receive, send)
 
 
-async def _response_unless_disconnected(request: Request, answering: PendingAnswer) -> bytes | None:
+async def _response_unless_disconnected(
+    request: Request, pending_answer: PendingAnswer
+) -> bytes | None:
     """Return the full response. If the client disconnects first, cancel the work; return None."""
 
     async def cancel_when_disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        answering.cancel()
+        pending_answer.cancel()
 
     disconnect_watcher = asyncio.create_task(cancel_when_disconnected())
     try:
-        return await answering.full_response()
+        return await pending_answer.full_response()
     except asyncio.CancelledError:
         if not disconnect_watcher.done():
             raise

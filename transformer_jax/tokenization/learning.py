@@ -28,7 +28,7 @@ def evenly_spread(pairs: Iterable[T], limit: int) -> list[T]:
     return sample
 
 
-def learn(lines: Iterable[str], config: TokenizerConfig) -> bytes:
+def learn_sentencepiece(lines: Iterable[str], config: TokenizerConfig) -> bytes:
     """Train a SentencePiece model on ``lines``. Returns the contents of its file.
 
     Raises ``UserError`` if the text is empty or too small for ``config.vocab_size`` tokens.

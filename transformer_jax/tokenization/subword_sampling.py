@@ -148,9 +148,9 @@ class SubwordSampler:
             neighborhood = slice(max(0, i - 1), i + 2)
             ranks[neighborhood] = [rank(a + b, no_merge) for a, b in pairwise(parts[neighborhood])]
             candidate_ranks = ranks
-        return self._spelled(parts)
+        return self._join_unknown(parts)
 
-    def _spelled(self, parts: Iterable[str]) -> list[str]:
+    def _join_unknown(self, parts: Iterable[str]) -> list[str]:
         """Convert parts of a word to pieces. Adjacent unknown parts become one piece, or bytes."""
         pieces: list[str] = []
         for known, run in groupby(parts, self._ranks.__contains__):

@@ -15,7 +15,7 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import TokenizerConfig
 from transformer_jax.storage.files import local_path, write_atomically
 from transformer_jax.tokenization.languages import Affixes, Languages, Side
-from transformer_jax.tokenization.learning import evenly_spread, learn
+from transformer_jax.tokenization.learning import evenly_spread, learn_sentencepiece
 from transformer_jax.tokenization.segmenters import (
     JsonSegmenter,
     SentencePieceSegmenter,
@@ -103,9 +103,9 @@ class Tokenizer:
         limit = config.max_training_sentences
         sample = evenly_spread(pairs, max(1, limit // 2) if config.joint else limit)
         if config.joint:
-            return [learn(chain.from_iterable(sample), config)]
-        sources = learn((source for source, _ in sample), config)
-        targets = learn((target for _, target in sample), config)
+            return [learn_sentencepiece(chain.from_iterable(sample), config)]
+        sources = learn_sentencepiece((source for source, _ in sample), config)
+        targets = learn_sentencepiece((target for _, target in sample), config)
         return [sources, targets]
 
     @classmethod

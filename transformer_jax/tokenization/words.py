@@ -22,11 +22,11 @@ def token_words(side: SubwordModel, tokens: Sequence[str], words: Sequence[str])
     special = {
         *side.tokens({*side.vocabulary.languages, *side.vocabulary.hidden_ids} - {side.eos_id})
     }
-    numbers = word_numbers([_plain(side, token, special) for token in tokens], encoded)
+    numbers = word_numbers([_text_of_token(side, token, special) for token in tokens], encoded)
     return [-1 if token in special else number for token, number in zip(tokens, numbers)]
 
 
-def _plain(side: SubwordModel, token: str, special: Container[str]) -> str:
+def _text_of_token(side: SubwordModel, token: str, special: Container[str]) -> str:
     """Return a token in SentencePiece's spelling."""
     if token in special or token == side.eos_token:
         return "</s>"
@@ -77,6 +77,9 @@ def token_links(
     positions = list[int]()
     for target_word, word_tokens in groupby(target):
         count = len(list(word_tokens))
-        linked = [at for at, word in enumerate(source, 1) if (word, target_word) in links] or [0]
-        positions += (linked[n * len(linked) // count] for n in range(count))
+        linked_positions = [
+            position for position, word in enumerate(source, 1) if (word, target_word) in links
+        ]
+        linked_positions = linked_positions or [0]
+        positions += (linked_positions[n * len(linked_positions) // count] for n in range(count))
     return [*positions, place_of_eos + 1]

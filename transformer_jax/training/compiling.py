@@ -76,8 +76,8 @@ class CompileAhead:
             with raise_on_any_process():
                 self._wait(list(self._compiled_steps.values()), show)
 
-    def _wait(self, needed: list[Future[Any]], show: Callable[[str], None]) -> None:
-        for future in needed:
+    def _wait(self, compilations: list[Future[Any]], show: Callable[[str], None]) -> None:
+        for future in compilations:
             if not future.done():
                 num_compiled = sum(step.done() for step in self._compiled_steps.values())
                 show(f"compiling shape {num_compiled + 1} of {len(self._compiled_steps)}")
@@ -112,11 +112,12 @@ class CompileAhead:
                 "Out of memory while compiling the %s; it will be compiled when needed.", name
             )
             return train_step
-        needed = memory_needed(step) + bytes_on_device(state)  # steps run while a copy is saved
-        if self._memory is not None and needed > self._memory:
+        # Steps run while a copy of the state is saved.
+        bytes_needed = memory_needed(step) + bytes_on_device(state)
+        if self._memory is not None and bytes_needed > self._memory:
             raise UserError(
-                f"The {name} needs {needed / 1e9:.1f} GB of memory per device (compiled step and "
-                f"a copy of the state for saving); expected at most the {self._memory / 1e9:.1f} "
+                f"The {name} needs {bytes_needed / 1e9:.1f} GB of memory per device (compiled step "
+                f"and a copy of the state for saving); expected at most the {self._memory / 1e9:.1f} "
                 f"GB available to JAX. {MEMORY_REMEDIES}"
             )
         return step

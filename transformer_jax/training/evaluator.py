@@ -21,7 +21,7 @@ from transformer_jax.evaluation import METRICS, Evaluation, evaluate
 from transformer_jax.settings.config import BatchConfig
 from transformer_jax.tokenization.languages import format_languages
 from transformer_jax.training.loss import LossSums
-from transformer_jax.training.metrics import means
+from transformer_jax.training.metrics import means_per_token
 from transformer_jax.training.prepare import PreparedRun
 from transformer_jax.training.step import Parameters
 from transformer_jax.translation.requests import Request
@@ -64,7 +64,7 @@ class Evaluator:
         Without ``training.bleu_sentences``, there is no ``dev_bleu``, and the translation is "".
         """
         assert self._dev is not None
-        metrics: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
+        metrics: dict[str, Any] = means_per_token(self._loss(parameters, self._dev), "dev_")
         if not (pairs := self._run.pairs["dev"]):
             return metrics, ""
         translations = self._translate(parameters, pairs)
@@ -88,7 +88,7 @@ class Evaluator:
 
         def dev_loss(average: Any) -> float:
             assert plan is not None
-            return means(self._loss(self._on_devices(average), plan))["loss"]
+            return means_per_token(self._loss(self._on_devices(average), plan))["loss"]
 
         return self._run.checkpoints.choose_average(
             progress.best_step,

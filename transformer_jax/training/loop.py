@@ -25,7 +25,7 @@ from transformer_jax.training.profiler import Profiler
 from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.signals import Signals
 from transformer_jax.training.step import StepMetrics
-from transformer_jax.training.summary import announce, write_summary
+from transformer_jax.training.summary import report_start, write_summary
 from transformer_jax.training.watchdog import TrainingError, Watchdog
 
 __all__ = ["TrainingError", "train"]
@@ -64,7 +64,7 @@ def train(
     ):
         loop = _Loop(run, reporter, watchdog)
         with closing(CompileAhead(run)) as compiled:
-            announce(run, reporter)
+            report_start(run, reporter)
             stopped_by = loop.train(compiled)
             return write_summary(
                 run, loop.evaluator, reporter, loop.show, step=loop.step, stopped_by=stopped_by

@@ -346,6 +346,6 @@ def _max_and_sum_of_exp(x_LV: Array) -> tuple[Array, Array]:
     # Joining costs more than an exponential, and a thread reads 8 neighbors in one instruction.
     width = math.gcd(x_LV.shape[1], 8)
     neighbors = [x_LV[:, i::width] for i in range(width)]
-    top = reduce(jnp.maximum, neighbors, lowest)
-    total = sum(jnp.exp(x - top) for x in neighbors)
-    return jax.lax.reduce((top, total), (lowest, jnp.float32(0)), join, (1,))
+    largest = reduce(jnp.maximum, neighbors, lowest)
+    total = sum(jnp.exp(x - largest) for x in neighbors)
+    return jax.lax.reduce((largest, total), (lowest, jnp.float32(0)), join, (1,))

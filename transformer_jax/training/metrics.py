@@ -33,7 +33,7 @@ _PEAKS = {
 }
 
 
-def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
+def means_per_token(sums: LossSums, prefix: str = "") -> dict[str, float]:
     """Compute mean loss (label-smoothed), nll, perplexity and accuracy per token from sums."""
     count = float(sums.tokens) or math.nan
     nll = float(sums.nll) / count
@@ -79,7 +79,7 @@ class Meter:
         seconds = max(self._progress.train_seconds - self._seconds_before, 1e-9)
         tflops = self._flops / 1e12 / seconds / len(self._devices)
         values: dict[str, Any] = {
-            **means(self._sums),
+            **means_per_token(self._sums),
             "tokens_per_second": (self._progress.tokens - self._tokens_before) / seconds,
             "tflops_per_device": tflops,
         }

@@ -33,7 +33,7 @@ _PACKAGES = [
 ]
 
 
-def announce(run: PreparedRun, reporter: Reporter) -> None:
+def report_start(run: PreparedRun, reporter: Reporter) -> None:
     """Print and log the sizes of the data and the model, the devices and the versions."""
     count = sum(leaf.size for leaf in jax.tree.leaves(run.state.parameters))
     source_fill, target_fill = run.plan.fill

@@ -50,11 +50,11 @@ class TwoPasses(NamedTuple):
         dropout_key, source_key, target_key = jax.random.split(dropout_key, 3)
         is_cut_BS = cut_tokens(batch.source_BS, self.cut_rate, source_key, config)
         is_cut_BT = cut_tokens(batch.target_BT, self.cut_rate, target_key, config)
-        cut = batch._replace(
+        batch_with_cuts = batch._replace(
             source_BS=jnp.where(is_cut_BS, CUT_ID, batch.source_BS),
             target_BT=jnp.where(is_cut_BT, CUT_ID, batch.target_BT),
         )
-        return cut, dropout_key
+        return batch_with_cuts, dropout_key
 
     def divergence(
         self, log_probs_LV: Array, probs_LV: Array, sum_over_vocab: Callable[[Array], Array]

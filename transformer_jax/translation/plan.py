@@ -341,7 +341,7 @@ class PlanBuilder:
         text = request.text.removeprefix(parts.tag)
         if request.format == "text":
             if split_sentences is None:
-                return Plan(request, [Line([parts.make(text)] if text.strip() else [])])
+                return Plan(request, [Line([parts.make_part(text)] if text.strip() else [])])
             divided = as_one_sentence(text)
             if split_sentences:
                 divided = divide(text, language=parts.language)
@@ -403,12 +403,12 @@ class _PartMaker:
     def line(self, divided: DividedText, *, needs_alignment: bool = False) -> Line:
         """Make a line of sentences."""
         parts = [
-            self.make(sentence, before, needs_alignment)
+            self.make_part(sentence, before, needs_alignment)
             for sentence, before in zip(divided.sentences, divided.before)
         ]
         return Line(parts, divided.after)
 
-    def make(self, source: str, before: str = "", needs_alignment: bool = False) -> Part:
+    def make_part(self, source: str, before: str = "", needs_alignment: bool = False) -> Part:
         """Make the next part. Only the first has the request's prefix."""
         tokenizer = self._plan_builder.tokenizer
         request = dataclasses.replace(
