@@ -117,8 +117,8 @@ class CompileAhead:
         if self._memory is not None and bytes_needed > self._memory:
             raise UserError(
                 f"The {name} needs {bytes_needed / 1e9:.1f} GB of memory per device (compiled step "
-                f"and a copy of the state for saving); expected at most the {self._memory / 1e9:.1f} "
-                f"GB available to JAX. {MEMORY_REMEDIES}"
+                "and a copy of the state for saving); expected at most the "
+                f"{self._memory / 1e9:.1f} GB available to JAX. {MEMORY_REMEDIES}"
             )
         return step
 
