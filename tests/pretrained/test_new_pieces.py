@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from tests.pretrained.test_family_tokenizers import WORDS, hostile, original, write_config
-from tests.pretrained.test_new_languages import CHEROKEE, PIECES
+from tests.pretrained.test_new_languages import CHEROKEE, CODES, PIECES
 from transformer_jax import Config, Tokenizer, Transformer, Translator, UserError
 from transformer_jax.export.huggingface import export_huggingface
 from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
@@ -142,6 +142,21 @@ def test_pieces_of_a_file_are_chosen(
     }
 
 
+@pytest.mark.parametrize("case", ["nllb", "mbart", "madlad"])
+def test_a_language_can_come_later(
+    case: str, pretrained: Callable[[str], tuple[Path, Tokenizer]]
+) -> None:
+    _, old = pretrained(case)
+    new = old.with_new_pieces(PIECES)
+    old_code, new_code, token = CODES[case]
+    more = new.with_new_languages([f"{new_code}:{old_code}"])
+    assert more.source.ids(PIECES) == new.source.ids(PIECES)
+    [number] = more.source.ids([token])
+    assert number == max(new.source.ids(PIECES)) + 1
+    assert more.new_rows[number] == old.source.ids([old.languages.tokens[old_code]])
+    assert more.source.encode(["ᏣᎳᎩ the"]) == new.source.encode(["ᏣᎳᎩ the"])
+
+
 def test_scores_stay_within_those_of_the_old_pieces(
     pretrained: Callable[[str], tuple[Path, Tokenizer]],
 ) -> None:
@@ -191,7 +206,7 @@ def test_exports_of_a_model_trained_here_have_them(
         ("▁Ꮳ\n▁two words\n", "line 2 is '▁two words', a piece with a space"),
         ("▁\n", "line 1 is '▁', a piece with a space, or without text"),
         ("▁a▁b", "line 1 is '▁a▁b', a piece with a space"),
-        ("Ꮳ\nᏣᎳ\nᏣ\n", "line 3 is 'Ꮳ', a piece that was there before"),
+        ("Ꮳ\nᏣᎳ\nᏣ\n", "line 3 is 'Ꮳ', a piece as in line 1"),
     ],
 )
 def test_bad_files(content: str | bytes | None, message: str, tmp_path: Path) -> None:
@@ -206,6 +221,7 @@ def test_bad_pieces(pretrained: Callable[[str], tuple[Path, Tokenizer]], tmp_pat
     _, nllb = pretrained("nllb")
     for pieces, message in (
         (["Ꮳ", "▁the"], "has '▁the', which exists in the vocabulary"),
+        (["▁ｋ", "ｋ"], "has '▁ｋ', which would never be chosen .*: the tokenizer normalizes it"),
         (["Ꮳ", "Ꮃ", "ᏣᎳᎩ"], "has 'ᏣᎳᎩ', which would never be chosen .*, their parts as well"),
     ):
         with pytest.raises(UserError, match=message):

@@ -267,8 +267,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     not know or splits into too many: a number to learn from the training text (in new_languages, if
     any), or a file with one on each line, where ▁ is a space. The row of a new subword in the
     embedding matrix starts from the mean of its old subwords' rows, and is trained even if the
-    matrix is frozen. Text that has none of them is split as before. Requires a tokenizer of BPE or
-    unigram; '': none."""
+    matrix is frozen. Text that has none of them is split as before. Requires a tokenizer with BPE
+    or a unigram model. '': none."""
     max_training_sentences: Fixed[PositiveInt] = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     bpe_dropout: FixedOnResume[Fraction] = 0.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import sentencepiece
@@ -61,33 +62,38 @@ def learn_sentencepiece(lines: Iterable[str], config: TokenizerConfig) -> bytes:
     return model.getvalue()
 
 
-def learn_merges(words: Iterable[str], count: int, num_characters: int) -> list[str]:
-    """Learn ``count`` merges of BPE from words of ``num_characters`` different characters, whatever
-    these are. Returns the merged strings in the order in which they are made.
+def learn_merges(word_counts: Mapping[str, int], count: int) -> list[str]:
+    """Learn ``count`` merges of BPE from counts of words, which can have any characters. Returns
+    the merged strings in the order in which they are made.
 
     Raises ``UserError`` if the words have fewer merges.
     """
+    characters = {character for word in word_counts for character in word}
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(words),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=1 + num_characters + count,
-            character_coverage=1.0,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            split_by_unicode_script=False,
-            split_by_number=False,
-            unk_id=0,
-            bos_id=-1,
-            eos_id=-1,
-            minloglevel=2,
-        )
-    except RuntimeError:
-        raise UserError(
-            f"The training text in the new language has fewer than {count} different merges of "
-            "subwords; expected a lower tokenizer.new_pieces, or more text."
-        ) from None
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv", encoding="utf-8") as file:
+        file.writelines(f"{word}\t{times}\n" for word, times in word_counts.items())
+        file.flush()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                input=file.name,
+                input_format="tsv",
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=1 + len(characters) + count,
+                character_coverage=1.0,
+                normalization_rule_name="identity",
+                add_dummy_prefix=False,
+                split_by_unicode_script=False,
+                split_by_number=False,
+                unk_id=0,
+                bos_id=-1,
+                eos_id=-1,
+                minloglevel=2,
+            )
+        except RuntimeError:
+            raise UserError(
+                f"The training text in the new language has fewer than {count} different merges of "
+                "subwords; expected a lower tokenizer.new_pieces, or more text."
+            ) from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     return [processor.id_to_piece(number) for number in range(1, 1 + count)]

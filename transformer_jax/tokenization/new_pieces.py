@@ -14,7 +14,11 @@ from pathlib import Path
 
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.learning import learn_merges
-from transformer_jax.tokenization.segmenters import JsonSegmenter, SentencePieceSegmenter
+from transformer_jax.tokenization.segmenters import (
+    JsonSegmenter,
+    SentencePieceSegmenter,
+    can_choose,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +38,20 @@ def read_pieces(file: Path) -> list[str]:
             f"tokenizer.new_pieces is {str(file)!r}, which cannot be read ({error}); expected a "
             "number, or a text file in UTF-8 with one piece per line."
         ) from None
-    pieces = [line for line in lines if line]
-    if not pieces:
-        raise UserError(f"{str(file)!r} is empty; expected one piece per line.")
+    pieces: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         is_piece = line.split() == [line] and "▁" not in line[1:-1] and line.strip("▁")
-        if line and (not is_piece or line in lines[: number - 1]):
-            reason = "that was there before" if is_piece else "with a space, or without text"
+        if line and (not is_piece or line in pieces):
+            reason = f"as in line {pieces[line]}" if is_piece else "with a space, or without text"
             raise UserError(
                 f"{str(file)!r}, line {number} is {short_repr(line)}, a piece {reason}; expected "
                 "different pieces, spelled as in a vocabulary (▁ is a space before a word)."
             )
-    return pieces
+        if line:
+            pieces[line] = number
+    if not pieces:
+        raise UserError(f"{str(file)!r} is empty; expected one piece per line.")
+    return [*pieces]
 
 
 def learn_pieces(
@@ -57,8 +63,8 @@ def learn_pieces(
     """Learn at most ``limit`` pieces for the text in ``lines``: the characters that the segmenter
     does not know, by frequency, and merges of its pieces.
 
-    Pieces that occur in ``other_lines``, in other languages, are left out, so these are split as
-    before. Raises ``UserError`` if the text is too small for as many pieces.
+    Pieces that would be chosen in ``other_lines``, in other languages, are left out, so these are
+    split as before. Raises ``UserError`` if the text is too small for as many pieces.
     """
     known_pieces = {*segmenter.tokens.values()}
     word_counts = Counter(word for line in lines for word in segmenter.words(line))
@@ -75,35 +81,40 @@ def learn_pieces(
         all_parts = dict.fromkeys(part for parts in parts_of_words.values() for part in parts)
         stand_ins = dict(zip(all_parts, _STAND_INS))
         part_of = {character: part for part, character in stand_ins.items()}
-        words = (
-            "".join(stand_ins[part] for part in parts_of_words[word])
-            for word in word_counts.elements()
-            if all(part in stand_ins for part in parts_of_words[word])
-        )
-        merges = learn_merges(words, limit - len(pieces), len(stand_ins))
+        counts = Counter[str]()
+        for word, parts in parts_of_words.items():
+            if all(part in stand_ins for part in parts):
+                counts["".join(stand_ins[part] for part in parts)] += word_counts[word]
+        merges = learn_merges(counts, limit - len(pieces))
         pieces += ["".join(part_of[character] for character in merge) for merge in merges]
-    other_text = "\n".join({word for line in other_lines for word in segmenter.words(line)})
-    pieces = [
-        piece
-        for piece in dict.fromkeys(pieces)
-        if piece not in known_pieces and piece not in other_text
-    ]
-    pieces = _reachable(segmenter, pieces)
+    new_pieces = [piece for piece in dict.fromkeys(pieces) if piece not in known_pieces]
+    other_words = {word for line in other_lines for word in segmenter.words(line)}
+    pieces = _without_conflicts(segmenter, new_pieces, other_words)
     if not pieces:
         raise UserError(
             f"tokenizer.new_pieces is {limit}, but all pieces of the training text in the new "
-            "language are in the vocabulary or occur in the other languages; expected 0."
+            "language are in the vocabulary or occur in the other languages; expected ''."
         )
-    logger.info("Learned %d new pieces (tokenizer.new_pieces %d).", len(pieces), limit)
+    message = "Learned %d new pieces of %d; others would be chosen in the other languages as well."
+    logger.info(message, len(pieces), limit)
     return pieces
 
 
-def _reachable(segmenter: SentencePieceSegmenter | JsonSegmenter, pieces: list[str]) -> list[str]:
-    """Leave out pieces that are never chosen, because their own parts were left out."""
+def _without_conflicts(
+    segmenter: SentencePieceSegmenter | JsonSegmenter, pieces: list[str], other_words: set[str]
+) -> list[str]:
+    """Leave out pieces that would be chosen in ``other_words``, and those that are never chosen
+    because their own parts were left out.
+    """
     while pieces:
         new_segmenter = segmenter.with_pieces(pieces)
-        reachable = [piece for piece in pieces if new_segmenter.parts(piece) == [piece]]
-        if len(reachable) == len(pieces):
+        conflicting = {part for word in other_words for part in new_segmenter.parts(word)}
+        remaining = [
+            piece
+            for piece in pieces
+            if piece not in conflicting and can_choose(new_segmenter, piece)
+        ]
+        if len(remaining) == len(pieces):
             break
-        pieces = reachable
+        pieces = remaining
     return pieces

@@ -359,6 +359,14 @@ class JsonSegmenter:
         return self._tokenizer.decode(list(own_ids)).replace("▁", " ").strip()
 
 
+def can_choose(segmenter: SentencePieceSegmenter | JsonSegmenter, piece: str) -> bool:
+    """Return True if a text with this piece can be split into it: merges of the segmenter lead to
+    it, and normalization leaves it as it is.
+    """
+    normalized = "".join(segmenter.words(piece)).replace("▁", "")
+    return normalized == piece.replace("▁", "") and segmenter.parts(piece) == [piece]
+
+
 def _known_parts(surfaces: Iterable[str], known_pieces: set[str]) -> list[str]:
     """Split surfaces that are not pieces into characters."""
     parts = list[str]()

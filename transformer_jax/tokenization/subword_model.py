@@ -9,6 +9,7 @@ from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.segmenters import (
     JsonSegmenter,
     SentencePieceSegmenter,
+    can_choose,
     make_segmenter,
 )
 from transformer_jax.tokenization.subword_sampling import SubwordSampling, any_symbol_pattern
@@ -207,12 +208,12 @@ class SubwordModel:
                 f"tokenizer.new_pieces has {short_repr(existing[0])}, which exists in the "
                 "vocabulary; expected new subwords only."
             )
-        if isinstance(self.segmenter, SentencePieceSegmenter) and not self.has_own_vocabulary:
+        if not self._ids_agree:
             # transformers numbers languages and sentinels after the pieces, and CTranslate2 expects
             # Marian's PAD at the end.
             raise _needs_tokenizer_json("tokenizer.new_pieces")
         segmenter = self.segmenter.with_pieces(pieces)
-        unreachable = [piece for piece in pieces if segmenter.parts(piece) != [piece]]
+        unreachable = [piece for piece in pieces if not can_choose(segmenter, piece)]
         if unreachable:
             raise UserError(
                 f"tokenizer.new_pieces has {short_repr(unreachable[0])}, which would never be "
