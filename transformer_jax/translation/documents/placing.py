@@ -179,8 +179,8 @@ def _maximum_sum_interval(scores_T: np.ndarray) -> tuple[int, int]:
     sums_T = np.cumsum(scores_T)
     sums_before_T = np.concatenate([[0], sums_T[:-1]])
     best_sums_T = sums_T - np.minimum.accumulate(sums_before_T)  # of intervals that end here
-    last = int(best_sums_T.argmax())
-    first = int(sums_before_T[: last + 1].argmin())
+    last = int(np.argmax(best_sums_T))
+    first = int(np.argmin(sums_before_T[: last + 1]))
     return first, last
 
 
@@ -279,10 +279,9 @@ class TargetWriter:
         is_before_T = (links_T >= mark.parent.first) & (links_T < mark.first)
         if not is_before_T.any():
             return start
-        previous = links_T[is_before_T].max()
-        offset = int(
-            np.where(links_T == previous, self._target.link_strengths_T[start:end], -1).argmax()
-        )
+        previous = np.max(links_T[is_before_T])
+        strengths_T = self._target.link_strengths_T[start:end]
+        offset = int(np.argmax(np.where(links_T == previous, strengths_T, -1)))
         while offset + 1 < len(links_T) and links_T[offset + 1] == previous:
             offset += 1
         return start + offset + 1
