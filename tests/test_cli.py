@@ -71,8 +71,14 @@ def test_exit_statuses() -> None:
         "decode.py --workdir w",
         "-m transformer_jax.serving --workdir w --port 0",
         "-m transformer_jax.report --workdir w --output w/r",
-        "-m transformer_jax.report.heat_maps --workdir w --text x --output w/r",
-        "-m transformer_jax.pretrained import --input w --workdir w",
+        pytest.param(
+            "-m transformer_jax.report.heat_maps --workdir w --text x --output w/r",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "-m transformer_jax.pretrained import --input w --workdir w",
+            marks=pytest.mark.exhaustive,
+        ),
         "-m transformer_jax.parsing score --gold w --parses w",
     ],
 )

@@ -83,6 +83,7 @@ def test_copy_task(run: Callable[..., str]) -> None:
     assert int(exact) > 20
 
 
+@pytest.mark.exhaustive
 def test_a_vision_transformer_classifies_digits(run: Callable[..., str]) -> None:
     printed = run("digits_vit", steps=60)
     [accuracy] = re.findall(r"accuracy on 360 test images: ([\d.]+)%", printed)

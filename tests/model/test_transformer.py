@@ -400,7 +400,13 @@ TARGET_BT = padded([[7, 7, 4], [5, 6, 8, 9, 4], [6]], 7)
 
 
 @pytest.mark.parametrize(
-    "name", ["as nn.Transformer, deep decoder", "remat", "no biases", "modern"]
+    "name",
+    [
+        "as nn.Transformer, deep decoder",
+        pytest.param("remat", marks=pytest.mark.exhaustive),
+        "no biases",
+        "modern",
+    ],
 )
 def test_attention_weights_of_every_layer_and_head(name: str) -> None:
     """Weights of real tokens sum to 1; padding and later targets get 0."""

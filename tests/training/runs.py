@@ -218,15 +218,23 @@ def final_state(config: Config, workdir: Path) -> Any:
         return jax.tree.map(np.asarray, run.state)
 
 
-def assert_same_runs(config: Config, folder: Path) -> Any:
-    """Compare the runs in ``folder``: ``whole`` and ``resumed`` have the same state, bit for bit,
-    and ``eight``, a run on eight devices, has the same losses. Returns the state.
-    """
-    whole, resumed = (final_state(config, folder / name) for name in ("whole", "resumed"))
-    chex.assert_trees_all_equal(whole, resumed)
+def assert_same_states(config: Config, folder: Path) -> Any:
+    """Runs ``whole`` and ``resumed`` in ``folder`` have the same state, bit for bit. Returns it."""
+    whole = final_state(config, folder / "whole")
+    chex.assert_trees_all_equal(whole, final_state(config, folder / "resumed"))
+    return whole
+
+
+def assert_same_losses(folder: Path) -> None:
+    """Runs ``whole`` and, on eight devices, ``eight`` in ``folder`` have the same losses."""
     losses = [[each["loss"] for each in entries(folder / name)] for name in ("whole", "eight")]
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    return whole
+
+
+def assert_same_runs(config: Config, folder: Path) -> Any:
+    """Compare the runs ``whole``, ``resumed`` and ``eight`` in ``folder``. Returns the state."""
+    assert_same_losses(folder)
+    return assert_same_states(config, folder)
 
 
 def wait_for(

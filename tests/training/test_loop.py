@@ -93,17 +93,19 @@ def test_contents_of_a_work_directory(finished: Path) -> None:
 
 
 def test_a_killed_and_stopped_run_resumes_bit_exactly(finished: Path, tmp_path: Path) -> None:
-    workdir, cache = tmp_path / "run", finished.parent / "cache"
+    workdir = tmp_path / "run"
+    cache = finished.parent / "cache"
+    config = no_evaluation(whole())
 
     def newest() -> int:
         return max((entry["step"] for entry in entries(workdir)), default=0)
 
-    process = command(workdir, cache, whole())
+    process = command(workdir, cache, config)
     wait_for(lambda: newest() > 5 and saving(workdir), process, "a save after step 5")
     process.send_signal(signal.SIGKILL)
     process.communicate()
     killed_at = newest()
-    process = command(workdir, cache, whole())
+    process = command(workdir, cache, config)
     wait_for(lambda: newest() > killed_at, process, "another step")
     process.terminate()
     process.terminate()  # a signal to a process group can arrive twice
@@ -114,8 +116,8 @@ def test_a_killed_and_stopped_run_resumes_bit_exactly(finished: Path, tmp_path: 
     assert complete_steps(workdir / "checkpoints")[-1] == summary["steps"]
     assert "Run the same command again" in errors
     with open("/dev/full", "w") as full:  # messages that cannot be written do not end training
-        assert command(workdir, cache, whole(), stderr=full).wait(300) == 0
-    chex.assert_trees_all_equal(final_state(whole(), workdir), final_state(whole(), finished))
+        assert command(workdir, cache, config, stderr=full).wait(300) == 0
+    chex.assert_trees_all_equal(final_state(config, workdir), final_state(whole(), finished))
     assert [entry["step"] for entry in entries(workdir)] == list(range(1, 31))
     assert [entry["loss"] for entry in entries(workdir)] == [
         entry["loss"] for entry in entries(finished)

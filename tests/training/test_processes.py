@@ -14,6 +14,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from number_names import number_files
 from runs import (
     address,
     changed,
@@ -35,7 +36,10 @@ from transformer_jax.runs.checkpoint_folder import complete_steps
 from transformer_jax.settings.config import Config, PairsConfig, Processes
 from transformer_jax.training.__main__ import main
 
-WHOLE = tiny(dropout=0.1, steps=12, eval_every=12, bleu_sentences=0, checkpoint_every=4)
+WHOLE = changed(
+    tiny(dropout=0.1, steps=12, eval_every=12, bleu_sentences=0, checkpoint_every=4),
+    data={"test": number_files(4, "test")},  # one sentence for each device
+)
 STEPS = no_evaluation(WHOLE)
 ONE_PROCESS = jax.devices()[:2]  # of the runs to compare with
 

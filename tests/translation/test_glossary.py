@@ -92,10 +92,11 @@ def test_a_prefix_can_contain_a_term(with_glossary):
 
 def test_an_ensemble_meets_the_terms(model, tokenizer):
     models = Ensemble([model, make_model(tokenizer, seed=9)])
-    for line, text in zip(
-        LINES, Translator(models, tokenizer, CONFIG, glossary=TERMS).translate(LINES)
-    ):
-        assert_met(line, text)
+    translator = Translator(models, tokenizer, CONFIG, glossary={"one": "TWO"})
+    lines = [line for line in LINES if "one" in line.split()]  # one size of table to compile
+    assert len(lines) > 5
+    for text in translator.translate(lines):
+        assert " TWO" in f" {text}"
 
 
 def test_each_segment_of_a_long_line_has_its_terms(with_glossary):
