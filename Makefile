@@ -90,12 +90,22 @@ format: $(VENV)/.installed  ## rewrite the code in the project's style
 clean:  ## remove .venv, caches and build output; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 
-$(VENV)/.installed: requirements.txt pyproject.toml
+$(VENV)/.created:
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip  # Python 3.11 brings one that takes more than twice as long
+	@touch $@
+
+$(VENV)/.installed: requirements.txt pyproject.toml $(VENV)/.created
 	$(PIP) -r requirements.txt
 	@touch $@
 
+# The two largest packages, while another pip installs the first requirements. What they need comes
+# with the others, and so does the message if they cannot be installed.
+$(VENV)/.installed-large: requirements-compare.txt $(VENV)/.created
+	$(PIP) -q --no-deps $$(sed -En 's/^((torch|transformers)[=>][^ #]*).*/\1/p' $<) || true
+	@touch $@
+
+$(VENV)/.installed-compare: $(VENV)/.installed-large
 $(VENV)/.installed-compare $(VENV)/.installed-docs: $(VENV)/.installed-%: requirements-%.txt $(VENV)/.installed
 	$(PIP) -r requirements-$*.txt
 	@touch $@

@@ -31,12 +31,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm_bias": False,
         "activation": "gelu",
         "tie_embeddings": "embeddings",
+        "remat": True,
     },
     "t5": {
         **{"norm": "pre", "norm_type": "rms", "activation": "geglu", "feed_forward_bias": False},
         **{"positions": "relative", "relative_buckets": 9, "relative_distance": 12},
         **{"attention_scale": False, "embedding_scale": "none", "output_scale": True},
-        **{"num_decoder_layers": 2, "relative_bias": "layer", "decoder_start_id": 0, "remat": True},
+        **{"num_decoder_layers": 2, "relative_bias": "layer", "decoder_start_id": 0},
     },
     "bart": {
         **{"positions": "learned", "max_positions": 32, "position_offset": 2},
