@@ -141,4 +141,7 @@ def test_bad_input_is_named_before_training(tmp_path: Path) -> None:
     relative = dataclasses.replace(config.tokenizer, new_languages=("en", "de:en"))
     with pytest.raises(UserError, match="tokenizer.new_languages is .*codes without a relative"):
         train(changed(config, tokenizer=relative), run, devices=ONE)
+    frozen = changed(config, training={"freeze": ("*",)})  # only fine-tuning has new rows
+    with pytest.raises(UserError, match="training.freeze is .*, which matches every parameter"):
+        train(frozen, tmp_path / "frozen", devices=ONE)
     assert jax.tree.leaves(list(run.glob("checkpoints/*"))) == []

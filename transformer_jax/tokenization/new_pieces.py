@@ -95,7 +95,7 @@ def learn_pieces(
             f"tokenizer.new_pieces is {limit}, but all pieces of the training text in the new "
             "language are in the vocabulary or occur in the other languages; expected ''."
         )
-    message = "Learned %d new pieces of %d; others would be chosen in the other languages as well."
+    message = "Learned %d new pieces of %d; those that other languages would use are left out."
     logger.info(message, len(pieces), limit)
     return pieces
 

@@ -158,8 +158,8 @@ def _check_settings(config: Config, mesh: Mesh) -> None:
     bleu_metric(training.bleu_tokenize)
     if training.freeze:
         parameters = abstract_model(config.model).parameters
-        new_rows = bool(config.tokenizer.new_languages or config.tokenizer.new_pieces)
-        check_frozen(training.freeze, parameters, new_rows=new_rows)
+        may_have_new_rows = bool(config.tokenizer.new_languages or config.tokenizer.new_pieces)
+        check_frozen(training.freeze, parameters, new_rows=may_have_new_rows)
 
 
 def build_files(
@@ -249,7 +249,10 @@ def open_run(
         }
     )
     with raise_on_any_process():
-        functions = make_step_functions(config, mesh, workdir.tokenizer.new_rows)
+        new_rows = workdir.tokenizer.new_rows
+        functions = make_step_functions(config, mesh, new_rows)
+        parameters = functions.abstract_state.parameters
+        check_frozen(config.training.freeze, parameters, new_rows=bool(new_rows))
         criterion = f"{config.training.select_by} on {fingerprints.get('dev', '')}"
         progress = Progress(fingerprints["train"], selected=criterion)
         if workdir.resume_from is None:
