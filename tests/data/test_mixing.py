@@ -55,10 +55,12 @@ def counts(plan: BatchPlan, epoch: int, sizes: tuple[int, ...]) -> list[np.ndarr
 @pytest.mark.parametrize(
     ("given", "shares"),
     [
-        ({"weights": (1.0, 1.0, 1.0)}, [1 / 3, 1 / 3, 1 / 3]),
+        pytest.param(
+            {"weights": (1.0, 1.0, 1.0)}, [1 / 3, 1 / 3, 1 / 3], marks=pytest.mark.exhaustive
+        ),
         ({"weights": (5.0, 1.0, 4.0)}, [0.5, 0.1, 0.4]),
         ({"temperature": 2.0}, [0.5, 0.25, 0.25]),  # square roots of 400, 100 and 100
-        ({"temperature": 1e38}, [1 / 3, 1 / 3, 1 / 3]),
+        pytest.param({"temperature": 1e38}, [1 / 3, 1 / 3, 1 / 3], marks=pytest.mark.exhaustive),
         ({"tags": ("<a>", "<b>", "")}, [2 / 3, 1 / 6, 1 / 6]),
     ],
 )

@@ -398,6 +398,7 @@ def test_the_loop_copies_no_cache_and_writes_logits_once():
     assert len(written) == 2, written
 
 
+@pytest.mark.exhaustive
 @pytest.mark.cpu("elsewhere sums may be taken in another order, and int8 is not supported")
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 def test_other_precisions_do_not_depend_on_the_batch(precision, with_vnni):

@@ -211,7 +211,14 @@ def test_a_setting_differs_if_any_run_has_another_value(count):
         assert title == ("Different between runs" if len({*seeds}) > 1 else chosen)
 
 
-@pytest.mark.parametrize("values", [(0.0, 0.0, 0.0), (0.0, 2.0, 0.0), (3.0, 0.0, 4.0)])
+@pytest.mark.parametrize(
+    "values",
+    [
+        (0.0, 0.0, 0.0),
+        pytest.param((0.0, 2.0, 0.0), marks=pytest.mark.exhaustive),
+        pytest.param((3.0, 0.0, 4.0), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_zero_is_a_value_and_null_is_none(tmp_path, values):
     """In every curve, result and setting. Null, a value that is not finite, is left out."""
     train = ("loss", "perplexity", "learning_rate", "gradient_norm", "tokens_per_second")
@@ -301,7 +308,10 @@ def cards(page: str) -> list[list[tuple[str, str]]]:
     ]
 
 
-@pytest.mark.parametrize(("samples", "numbers"), [(3, [0, 4, 7]), (9, [0, 1, *range(3, 10)])])
+@pytest.mark.parametrize(
+    ("samples", "numbers"),
+    [(3, [0, 4, 7]), pytest.param(9, [0, 1, *range(3, 10)], marks=pytest.mark.exhaustive)],
+)
 def test_samples_are_spread_over_the_dev_lines_with_bleu(tmp_path, dev, models, samples, numbers):
     """Lines with an empty side are left out. Source, reference and translations belong together."""
     runs = [write_run(tmp_path / name, config=dev) for name in ("a", "b")]

@@ -220,7 +220,16 @@ def test_files_of_others_are_not_replaced(finished: Path, tmp_path: Path) -> Non
     assert (workdir / "model" / "notes").read_text() == "mine"
 
 
-@pytest.mark.parametrize("summary", [None, "", "{}", "[]", '{"steps": 2, "averaged_st'])
+@pytest.mark.parametrize(
+    "summary",
+    [
+        None,
+        pytest.param("", marks=pytest.mark.exhaustive),
+        "{}",
+        pytest.param("[]", marks=pytest.mark.exhaustive),
+        '{"steps": 2, "averaged_st',
+    ],
+)
 def test_without_a_model_folder_the_newest_checkpoint_is_loaded_and_named(
     summary: str | None, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

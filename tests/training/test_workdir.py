@@ -128,8 +128,17 @@ def test_a_push_deletes_only_tokenizer_files_of_a_run(store: Any) -> None:
     assert "tokenizer.source.model" not in left
 
 
-@pytest.mark.parametrize("moment", ["saving", "manifest", "copy"])
-@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(
+    ("remote", "moment"),
+    [
+        (False, "saving"),
+        (False, "manifest"),
+        (True, "copy"),
+        pytest.param(False, "copy", marks=pytest.mark.exhaustive),
+        pytest.param(True, "saving", marks=pytest.mark.exhaustive),
+        pytest.param(True, "manifest", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_save_in_flight_does_nothing_more_once_another_run_has_started(
     moment: str,
     remote: bool,
