@@ -9,7 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import cache, wraps
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from transformer_jax.errors import UserError, short_repr
@@ -49,6 +49,12 @@ Rule = tuple[str, bool, str]
 """A constraint across fields: the field to report, the condition, the expectation."""
 
 
+@cache
+def _types_of_fields(section: type) -> dict[str, Any]:
+    """Evaluate the annotations of a class once: it takes longer than checking all values."""
+    return typing.get_type_hints(section, include_extras=True)
+
+
 class Section:
     """Base class for settings dataclasses. Checks the fields, then ``rules``, on construction.
 
@@ -61,7 +67,7 @@ class Section:
         cls._prefix = prefix
 
     def __post_init__(self) -> None:
-        for name, allowed in typing.get_type_hints(type(self), include_extras=True).items():
+        for name, allowed in _types_of_fields(type(self)).items():
             if expected := _expected(getattr(self, name), allowed):
                 raise self._error(name, expected)
         self.check(self.rules())
