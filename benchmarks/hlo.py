@@ -181,6 +181,11 @@ def iterations(every: Program, operation: Operation) -> int:
     return max((x.number for x in condition.values() if x.kind == "constant"), default=1)
 
 
+def is_free(operation: Operation) -> bool:
+    """Return True if nothing runs for the operation, such as a constant or another view."""
+    return _FREE.fullmatch(operation.kind) is not None
+
+
 def kernels(program: str) -> list[Kernel]:
     """Find the kernels of a compiled function, with the number of iterations of their loops."""
     every = computations(program)
@@ -190,7 +195,7 @@ def kernels(program: str) -> list[Kernel]:
             if operation.kind in {"while", "call"}:
                 body = every[operation.calls[-1]]
                 yield from launched(body, times * iterations(every, operation))
-            elif not _FREE.fullmatch(operation.kind):
+            elif not is_free(operation):
                 yield Kernel(every, around, operation, times)
 
     return list(launched(every["ENTRY"], 1))

@@ -13,6 +13,7 @@ from chains import BOS, EOS, IDS, PAD, assert_same
 from reference_search import Rules, every_hypothesis, reference_search
 from reference_search import chain as as_model
 
+from transformer_jax.decoding import beam_search
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.logits import argmax, log_sum_exp, top_k
 from transformer_jax.decoding.ranking import length_penalty
@@ -278,6 +279,37 @@ def test_top_k_equals_lax(backend, width, k, monkeypatch):
         x[1, : width // 2] = -np.inf
         for found, expected in zip(ours(x), jax.lax.top_k(x, k), strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("values", [3, 1_000_000])  # with and without ties
+def test_chunks_of_a_sentence_hold_the_best_of_each_beam(values, monkeypatch):
+    """On a CPU, beam search with a large vocabulary looks at the best chunks of a sentence; here it
+    finds what it finds with the best tokens of each beam. Some tokens are impossible or forced.
+    """
+    vocab = 1100
+    logits_LSV = np.random.default_rng(0).integers(values, size=(5, 3, vocab)).astype(np.float32)
+    logits_LSV *= 4 / values
+    logits_LSV[:, 0, 100:] = -np.inf
+    prefix_BP = np.array([[-1, -1], [1000, -1], [7, 1099], [-1, -1]])
+
+    def step(tokens_BW, positions_BW):
+        return jnp.asarray(logits_LSV)[positions_BW, tokens_BW % 3], positions_BW + 1
+
+    def search_all() -> object:
+        method = BeamSearch(**IDS, beam_size=2)
+        cache = jnp.zeros((4, 2), jnp.int32)
+        limits = jnp.array([5, 5, 5, 3])
+        run = jax.jit(
+            lambda p: search(method, step, cache, limit_B=limits, max_length=5, prefix_BP=p)
+        )
+        return jax.device_get(run(prefix_BP))
+
+    results_of_both = []
+    for is_cpu in (True, False):
+        monkeypatch.setattr(beam_search, "has_chunks", lambda *_, is_cpu=is_cpu: is_cpu)
+        results_of_both.append(search_all())
+    for by_sentence, by_beam in zip(*results_of_both, strict=True):
+        np.testing.assert_array_equal(by_sentence, by_beam)
 
 
 @pytest.mark.parametrize("width", [5, 255, 256, 1024, 3001])

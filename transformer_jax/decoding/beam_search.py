@@ -13,9 +13,17 @@ from jax import Array
 
 from transformer_jax.decoding import lexical_constraints
 from transformer_jax.decoding.constraints import IMPOSSIBLE
-from transformer_jax.decoding.logits import argmax, top_k
+from transformer_jax.decoding.logits import (
+    Shortlist,
+    argmax,
+    best_chunks,
+    chunk_maxima,
+    has_chunks,
+    top_k,
+)
 from transformer_jax.decoding.ranking import ranking_score
 from transformer_jax.decoding.search import (
+    Continuations,
     NextToken,
     SearchMethod,
     SearchState,
@@ -23,6 +31,7 @@ from transformer_jax.decoding.search import (
     extend,
     finish,
     gather_beams,
+    pick,
 )
 from transformer_jax.settings.config import BeamSettings
 
@@ -33,9 +42,9 @@ class BeamSearch(SearchMethod, BeamSettings):
 
     Each step ranks the 2W best continuations of a sentence's W live hypotheses. At most W of them
     end in EOS. A continuation that ends in EOS is finished if it ranks among the first W; the W
-    best continuations without EOS stay live. Ties go to the better beam, then to the more likely
-    token, then to the lower token id. A ``beam_size`` of 1 is greedy search: it takes the most
-    likely token until EOS.
+    best continuations without EOS stay live. Ties go to the better beam, then to the lower token
+    id; where tokens are chosen beam by beam (``_shortlist``), first to the more likely token. A
+    ``beam_size`` of 1 is greedy search: it takes the most likely token until EOS.
 
     A sentence is done when no live hypothesis can still rank among its ``num_hypotheses_B`` best.
     Log-probabilities never increase, so the score of the best live log-probability at the maximum
@@ -55,100 +64,132 @@ class BeamSearch(SearchMethod, BeamSettings):
         W = self.beam_size
         if W == 1 and state.terms_BKAM is None:
             return add_tokens(self, state, scores, argmax(scores.logits_RV)), None
-        parents_BC, tokens_BC, token_log_probs_BC = self._candidates(state, scores)
-        parent_beams = gather_beams(state.live, parents_BC)
-        candidates = extend(parent_beams, state.position_B, tokens_BC, token_log_probs_BC)
-        is_eos_BC = tokens_BC == self.eos_id
+        candidates = self._candidates(state, scores)
+        is_eos_BC = candidates.tokens_BC == self.eos_id
 
         # EOS finishes a hypothesis only if it ranks among the first W. A beam of 1 is then greedy.
         top_candidates = jax.tree.map(lambda x: x[:, :W], candidates)
-        scores_BW = ranking_score(top_candidates.log_probs_BW, state.position_B + 1, self)
         is_eos_BW = is_eos_BC[:, :W]
+        progress = None
         if state.terms_BKAM is not None:
-            progress = lexical_constraints.advance(candidates.progress, state.terms_BKAM, tokens_BC)
+            progress = lexical_constraints.advance(
+                gather_beams(state.live.progress, candidates.parents_BC),
+                state.terms_BKAM,
+                candidates.tokens_BC,
+            )
             num_needed_BC = lexical_constraints.num_needed(progress, state.terms_BKAM)
             has_ended_B1 = state.finished.scores_BN[:, :1] > IMPOSSIBLE / 2
             is_eos_BW &= num_needed_BC[:, :W] <= jnp.where(has_ended_B1, 0, num_needed_BC[:, :1])
             is_candidate_BC = jnp.cumsum(~is_eos_BC, axis=1) <= W
-            log_probs_BC = jnp.where(is_candidate_BC, candidates.log_probs_BW, IMPOSSIBLE)
-            candidates = candidates._replace(progress=progress, log_probs_BW=log_probs_BC)
-        finished = finish(state, top_candidates, is_eos_BW, scores_BW)
+            log_probs_BC = jnp.where(is_candidate_BC, candidates.log_probs_BC, IMPOSSIBLE)
+            candidates = candidates._replace(log_probs_BC=log_probs_BC)
+        finished = finish(self, state, top_candidates, is_eos_BW)
 
-        log_probs_BC = jnp.where(is_eos_BC, IMPOSSIBLE, candidates.log_probs_BW)
+        log_probs_BC = jnp.where(is_eos_BC, IMPOSSIBLE, candidates.log_probs_BC)
         log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
-        live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
+        survivors = jax.tree.map(lambda x: pick(x, survivors_BW), candidates)
+        survivors = survivors._replace(log_probs_BC=log_probs_BW)
+        live = extend(state.live, state.position_B, survivors)
+        if progress is not None:
+            live = live._replace(progress=gather_beams(progress, survivors_BW))
         bound_B = ranking_score(log_probs_BW[:, 0], state.limit_B, self)
         last_B1 = state.num_hypotheses_B[:, None] - 1
-        worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
+        worst_B = pick(finished.scores_BN, last_B1)[:, 0]
         done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
             done_B |= is_eos_BC[:, 0]
         if self.patience is not None:
-            has_ended_BW = is_eos_BW & (top_candidates.log_probs_BW > IMPOSSIBLE / 2)
+            has_ended_BW = is_eos_BW & (top_candidates.log_probs_BC > IMPOSSIBLE / 2)
             num_ended_B = state.num_ended_B + has_ended_BW.sum(axis=1)
             state = state._replace(num_ended_B=num_ended_B)
             num_to_finish_B = jnp.maximum(W * jnp.float32(self.patience), state.num_hypotheses_B)
             done_B |= num_to_finish_B - num_ended_B < 0.5  # rounds halves up, as CTranslate2 does
-        live = live._replace(log_probs_BW=log_probs_BW)
-        return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
+        state = state._replace(live=live, finished=finished, done_B=done_B)
+        return state, survivors.parents_BC
 
-    def _candidates(self, state: SearchState, scores: NextToken) -> tuple[Array, Array, Array]:
-        """Find the 2W best continuations of each sentence. Returns their parent beams, tokens and
-        log-probabilities, each [B, 2W].
-
-        They are among the K best tokens of each hypothesis. For W = 2 hypotheses with K = 4 tokens
-        each, continuation 5 (of 0 to 7) is token 1 of hypothesis 1.
-        """
-        B, W = state.live.log_probs_BW.shape
-        logits_RK, tokens_RK = self._best_tokens(state, scores)
-        K = tokens_RK.shape[1]
-        # Impossible tokens stay impossible even if the normalizer is just as low.
-        token_log_probs_RK = jnp.where(
-            logits_RK > IMPOSSIBLE / 2, logits_RK - scores.normalizer_R1, IMPOSSIBLE
+    def _candidates(self, state: SearchState, scores: NextToken) -> Continuations:
+        """Find the 2W best continuations of each sentence, best first."""
+        W = self.beam_size
+        live_BW = state.live.log_probs_BW
+        shortlist = _only_forced(self._shortlist(state, scores), scores, W)
+        token_log_probs_BGK, log_probs_BGK = _log_probs(
+            shortlist.logits_BGK,
+            pick(scores.normalizer_R1.reshape(live_BW.shape), shortlist.beams_BG),
+            pick(live_BW, shortlist.beams_BG),
         )
-        log_probs_BWK = state.live.log_probs_BW[:, :, None] + token_log_probs_RK.reshape(B, W, K)
-        log_probs_BX = jnp.maximum(log_probs_BWK, IMPOSSIBLE).reshape(B, W * K)
-        tokens_BX = tokens_RK.reshape(B, W * K)
-        token_log_probs_BX = token_log_probs_RK.reshape(B, W * K)
-        terms_BKAM = state.terms_BKAM
-        if terms_BKAM is None:
-            _, continuations_BC = jax.lax.top_k(log_probs_BX, 2 * W)
+        B, _, K = log_probs_BGK.shape
+        tokens_BX = shortlist.tokens_BGK.reshape(B, -1)
+        log_probs_BX = log_probs_BGK.reshape(B, -1)
+        if state.terms_BKAM is None:
+            best = jax.lax.top_k(log_probs_BX, 2 * W)
+            # Without a barrier, XLA merges later slices of the best into a sort of all.
+            log_probs_BC, indices_BC = jax.lax.optimization_barrier(best)
         else:
             progress = jax.tree.map(lambda x: jnp.repeat(x, K, axis=1), state.live.progress)
-            progress = lexical_constraints.advance(progress, terms_BKAM, tokens_BX)
-            continuations_BC = lexical_constraints.allocate_beam(
-                lexical_constraints.num_needed(progress, terms_BKAM),
+            progress = lexical_constraints.advance(progress, state.terms_BKAM, tokens_BX)
+            indices_BC = lexical_constraints.allocate_beam(
+                lexical_constraints.num_needed(progress, state.terms_BKAM),
                 log_probs_BX,
                 ends_BX=tokens_BX == self.eos_id,
                 num_remaining_B=state.limit_B - state.position_B - 2,
                 beam_size=W,
             )
-        return (
-            continuations_BC // K,
-            jnp.take_along_axis(tokens_BX, continuations_BC, axis=1),
-            jnp.take_along_axis(token_log_probs_BX, continuations_BC, axis=1),
+            log_probs_BC = jnp.take_along_axis(log_probs_BX, indices_BC, axis=1)
+        tokens_BC, token_log_probs_BC = (
+            jnp.take_along_axis(x_BX, indices_BC, axis=1, mode="clip")
+            for x_BX in (tokens_BX, token_log_probs_BGK.reshape(B, -1))
         )
+        parents_BC = pick(shortlist.beams_BG, indices_BC // K)
+        return Continuations(parents_BC, tokens_BC, token_log_probs_BC, log_probs_BC)
 
-    def _best_tokens(self, state: SearchState, scores: NextToken) -> tuple[Array, Array]:
-        """Find the K best next tokens of each hypothesis: 2W and, if the sentence has terms, all
-        that they need. Returns their logits and ids, [R, K].
+    def _shortlist(self, state: SearchState, scores: NextToken) -> Shortlist:
+        """Find tokens among which are the 2W best continuations of each sentence.
 
-        Within a hypothesis, logits rank tokens in the same order as log-probabilities.
-        Log-probabilities over the whole vocabulary are therefore never materialized.
+        Within a beam, logits rank tokens in the same order as log-probabilities. Log-probabilities
+        over the whole vocabulary are therefore never materialized.
         """
-        logits_RV, _, forced_R = scores
-        num_tokens = min(2 * self.beam_size, logits_RV.shape[1])
-        logits_RK, tokens_RK = top_k(logits_RV, num_tokens)
+        logits_RV = scores.logits_RV
+        live_BW = state.live.log_probs_BW
+        B, W = live_BW.shape
+        if state.terms_BKAM is None and has_chunks(logits_RV, 2 * W):
+            maxima_BWQ = chunk_maxima(logits_RV).reshape(B, W, -1)
+            normalizer_BW = scores.normalizer_R1.reshape(B, W)
+            _, maxima_BWQ = _log_probs(maxima_BWQ, normalizer_BW, live_BW)
+            return best_chunks(logits_RV, maxima_BWQ, 2 * W)
+        logits_RK, tokens_RK = top_k(logits_RV, min(2 * W, logits_RV.shape[1]))
         if state.terms_BKAM is not None:
             logits_RK, tokens_RK = lexical_constraints.add_needed_tokens(
                 state.live.progress, state.terms_BKAM, tokens_RK, logits_RV, self.eos_id
             )
-        # A forced token is the only continuation, regardless of the constraints.
-        forced_R1 = forced_R[:, None]
-        first_1K = (jnp.arange(tokens_RK.shape[1]) == 0)[None]
-        forced_logit_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
-        forced_logits_RK = jnp.where(first_1K, forced_logit_R1, IMPOSSIBLE)
-        return (
-            jnp.where(forced_R1 < 0, logits_RK, forced_logits_RK),
-            jnp.where(forced_R1 < 0, tokens_RK, forced_R1),
-        )
+        beams_BW = jnp.broadcast_to(jnp.arange(W)[None], (B, W))
+        return Shortlist(beams_BW, tokens_RK.reshape(B, W, -1), logits_RK.reshape(B, W, -1))
+
+
+def _log_probs(logits_BGK: Array, normalizer_BG: Array, live_BG: Array) -> tuple[Array, Array]:
+    """Return the log-probabilities of tokens, alone and with the hypotheses that they continue."""
+    # Impossible tokens stay impossible even if the normalizer is just as low.
+    token_log_probs_BGK = jnp.where(
+        logits_BGK > IMPOSSIBLE / 2, logits_BGK - normalizer_BG[:, :, None], IMPOSSIBLE
+    )
+    log_probs_BGK = live_BG[:, :, None] + token_log_probs_BGK
+    return token_log_probs_BGK, jnp.maximum(log_probs_BGK, IMPOSSIBLE)
+
+
+def _only_forced(shortlist: Shortlist, scores: NextToken, W: int) -> Shortlist:
+    """Make a forced token the only continuation of each beam, regardless of the constraints."""
+    beams_BG, tokens_BGK, logits_BGK = shortlist
+    B, G, K = logits_BGK.shape
+    forced_B1 = scores.forced_R.reshape(B, W)[:, :1]
+    is_forced_B1 = forced_B1 >= 0
+    forced_index_R1 = jnp.maximum(scores.forced_R[:, None], 0)
+    forced_logit_R1 = jnp.take_along_axis(scores.logits_RV, forced_index_R1, axis=1, mode="clip")
+    beams_BG = jnp.where(is_forced_B1, jnp.minimum(jnp.arange(G), W - 1)[None], beams_BG)
+    forced_logit_BG = pick(forced_logit_R1.reshape(B, W), beams_BG)
+    is_first_GK = (jnp.arange(G) < W)[:, None] & (jnp.arange(K) == 0)[None]
+    forced_logits_BGK = jnp.where(is_first_GK[None], forced_logit_BG[:, :, None], IMPOSSIBLE)
+    is_forced_B11 = is_forced_B1[:, :, None]
+    return Shortlist(
+        beams_BG,
+        jnp.where(is_forced_B11, forced_B1[:, :, None], tokens_BGK),
+        jnp.where(is_forced_B11, forced_logits_BGK, logits_BGK),
+    )

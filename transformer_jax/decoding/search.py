@@ -90,6 +90,17 @@ class Beams(NamedTuple):
     """``TermProgress``: which of the sentence's terms the hypotheses contain. None: no terms."""
 
 
+class Continuations(NamedTuple):
+    """C continuations of each sentence's live hypotheses, by one token each."""
+
+    parents_BC: Array | None
+    """The hypotheses that are continued. None: each of them, in order."""
+    tokens_BC: Array
+    token_log_probs_BC: Array
+    log_probs_BC: Array
+    """Log-probabilities with the new token."""
+
+
 class SearchState(NamedTuple):
     """B sentences in progress, each at its own position; every leaf has B as its first axis."""
 
@@ -204,10 +215,18 @@ def gather_beams(tree: Any, parents_BW: Array) -> Any:
 
     def gather(x: Array) -> Array:
         return jnp.take_along_axis(
-            x, parents_BW.reshape(parents_BW.shape + (1,) * (x.ndim - 2)), axis=1
+            x, parents_BW.reshape(parents_BW.shape + (1,) * (x.ndim - 2)), axis=1, mode="clip"
         )
 
     return jax.tree.map(gather, tree)
+
+
+def pick(x_BC: Array, index_BN: Array) -> Array:
+    """Return ``x_BC[b, index_BN[b, n]]``, for few columns: a masked sum, which XLA merges with its
+    neighbors. A gather would be several operations on a CPU.
+    """
+    is_picked_BNC = index_BN[:, :, None] == jnp.arange(x_BC.shape[1])[None, None]
+    return jnp.where(is_picked_BNC, x_BC[:, None], 0).sum(axis=2, dtype=x_BC.dtype)
 
 
 def search(
@@ -371,14 +390,17 @@ def _next_token(method: SearchMethod, state: SearchState, logits_BWV: Array) -> 
     return NextToken(logits_RV, normalizer_R1, forced_R)
 
 
-def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW: Array) -> Beams:
-    """Add one token to every hypothesis."""
+def extend(live: Beams, position_B: Array, added: Continuations) -> Beams:
+    """Add the tokens of ``added`` to copies of the hypotheses that they continue."""
+    if added.parents_BC is not None:
+        tokens_and_log_probs = gather_beams(live[:2], added.parents_BC)
+        live = Beams(*tokens_and_log_probs, live.log_probs_BW)
     is_position_B1L = (jnp.arange(live.tokens_BWL.shape[-1])[None] == position_B[:, None])[:, None]
     return Beams(
-        jnp.where(is_position_B1L, tokens_BW[:, :, None], live.tokens_BWL),
-        jnp.where(is_position_B1L, token_log_probs_BW[:, :, None], live.token_log_probs_BWL),
-        jnp.maximum(live.log_probs_BW + token_log_probs_BW, IMPOSSIBLE),
-        live.progress,
+        jnp.where(is_position_B1L, added.tokens_BC[:, :, None], live.tokens_BWL),
+        jnp.where(is_position_B1L, added.token_log_probs_BC[:, :, None], live.token_log_probs_BWL),
+        added.log_probs_BC,
+        live.progress if added.parents_BC is None else None,
     )
 
 
@@ -394,33 +416,49 @@ def add_tokens(
     logit_R1 = jnp.take_along_axis(logits_RV, tokens_R[:, None], axis=1)
     is_possible_R1 = (logit_R1 > IMPOSSIBLE / 2) | is_forced_R[:, None]
     token_log_probs_R1 = jnp.where(is_possible_R1, logit_R1 - normalizer_R1, IMPOSSIBLE)
-    tokens_BW, token_log_probs_BW = (
-        x.reshape(state.live.log_probs_BW.shape) for x in (tokens_R, token_log_probs_R1)
-    )
-    live = extend(state.live, state.position_B, tokens_BW, token_log_probs_BW)
+    live_BW = state.live.log_probs_BW
+    tokens_BW = tokens_R.reshape(live_BW.shape)
+    token_log_probs_BW = token_log_probs_R1.reshape(live_BW.shape)
+    log_probs_BW = jnp.maximum(live_BW + token_log_probs_BW, IMPOSSIBLE)
+    added = Continuations(None, tokens_BW, token_log_probs_BW, log_probs_BW)
     ends_BW = tokens_BW == method.eos_id
-    scores_BW = ranking_score(live.log_probs_BW, state.position_B + 1, method)
-    log_probs_BW = jnp.where(ends_BW, IMPOSSIBLE, live.log_probs_BW)
+    finished = finish(method, state, added, ends_BW)
+    added = added._replace(log_probs_BC=jnp.where(ends_BW, IMPOSSIBLE, log_probs_BW))
     return state._replace(
-        live=live._replace(log_probs_BW=log_probs_BW),
-        finished=finish(state, live, ends_BW, scores_BW),
-        done_B=(log_probs_BW <= IMPOSSIBLE / 2).all(axis=1),
+        live=extend(state.live, state.position_B, added),
+        finished=finished,
+        done_B=(added.log_probs_BC <= IMPOSSIBLE / 2).all(axis=1),
     )
 
 
-def finish(state: SearchState, live: Beams, ends_BW: Array, scores_BW: Array) -> SearchResult:
+def finish(
+    method: SearchMethod, state: SearchState, added: Continuations, ends_BC: Array
+) -> SearchResult:
     """Keep the N best of finished and newly ended hypotheses; ties go to the older hypothesis."""
-    may_end_BW = ends_BW & (live.log_probs_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
-    ended = SearchResult(
-        live.tokens_BWL,
-        jnp.where(may_end_BW, scores_BW, IMPOSSIBLE),
-        live.log_probs_BW,
-        jnp.broadcast_to(state.position_B[:, None] + 1, ends_BW.shape),
-        live.token_log_probs_BWL,
+    old = state.finished
+    N = old.scores_BN.shape[1]
+    may_end_BC = ends_BC & (added.log_probs_BC > IMPOSSIBLE / 2) & ~state.done_B[:, None]
+    length_B = state.position_B + 1
+    scores_BC = ranking_score(added.log_probs_BC, length_B, method)
+    scores_BX = [old.scores_BN, jnp.where(may_end_BC, scores_BC, IMPOSSIBLE)]
+    scores_BN, best_BN = jax.lax.top_k(jnp.concatenate(scores_BX, axis=1), N)
+    is_new_BN = best_BN >= N
+    index_BN = jnp.maximum(best_BN - N, 0)
+    best_added = jax.tree.map(lambda x: pick(x, index_BN), added)
+    if added.parents_BC is None:
+        best_added = best_added._replace(parents_BC=index_BN)
+    new = extend(state.live, state.position_B, best_added)
+    index_BN = jnp.minimum(best_BN, N - 1)
+    old_tokens_BNL, old_token_log_probs_BNL = gather_beams(
+        (old.tokens_BNL, old.token_log_probs_BNL), index_BN
     )
-    candidates = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), state.finished, ended)
-    _, best_BN = jax.lax.top_k(candidates.scores_BN, state.finished.scores_BN.shape[1])
-    return gather_beams(candidates, best_BN)
+    return SearchResult(
+        jnp.where(is_new_BN[:, :, None], new.tokens_BWL, old_tokens_BNL),
+        scores_BN,
+        jnp.where(is_new_BN, new.log_probs_BW, pick(old.log_probs_BN, index_BN)),
+        jnp.where(is_new_BN, length_B[:, None], pick(old.lengths_BN, index_BN)),
+        jnp.where(is_new_BN[:, :, None], new.token_log_probs_BWL, old_token_log_probs_BNL),
+    )
 
 
 def results(finished: SearchResult, pad_id: int) -> SearchResult:

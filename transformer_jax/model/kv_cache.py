@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -192,7 +194,10 @@ class LayerAttention:
             mask_BHWL = jnp.where(mask_BHWL, bias_BH1L, MASKED)
 
         def reference() -> Array:
-            return _attend_to_blocks(q_BWHK, self.history, cache.layout.key_axes, mask_BHWL, newest)
+            num_used = cache.position_B.max() * q_BWHK.shape[1]
+            return _attend_to_blocks(
+                q_BWHK, self.history, num_used, cache.layout.key_axes, mask_BHWL, newest
+            )
 
         def reference_step() -> Any:
             return reference(), *cache.write_newest(self.history, newest)
@@ -219,7 +224,10 @@ class LayerAttention:
         key_axes = self.cache.layout.key_axes
 
         def reference() -> Array:
-            return _attend_to_blocks(q_BWHK, self.source, key_axes, mask_BS[:, None, None])
+            num_used = jnp.where(mask_BS, jnp.arange(1, mask_BS.shape[1] + 1)[None], 0).max()
+            return _attend_to_blocks(
+                q_BWHK, self.source, num_used, key_axes, mask_BS[:, None, None]
+            )
 
         def kernel() -> Array:
             return decode_kernel.attend_to_source(q_BWHK, self.source[0], mask_BS)
@@ -294,25 +302,28 @@ def _rounded_up(length: Any) -> Any:
 def _attend_to_blocks(
     q_BWHK: Array,
     blocks: Sequence[Block],
+    num_used: Array,
     key_axes: str,
     mask_BHWL: Array,
     newest: Block | None = None,
 ) -> Array:
     """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
 
-    The mask is bool, or a float32 bias of the scores that is MASKED at invisible positions.
+    The mask is bool, or a float32 bias of the scores that is MASKED at invisible positions. No
+    slot from ``num_used`` on is visible to any hypothesis.
     """
     scale = jnp.asarray(q_BWHK.shape[3] ** -0.5, q_BWHK.dtype)
     q_BWHK = q_BWHK * scale
     has_merged_heads = blocks[0][1].shape[1] != q_BWHK.shape[2]
     if has_merged_heads:
-        return _attend_to_merged_heads(q_BWHK, blocks, key_axes, mask_BHWL, newest)
-    return _attend(q_BWHK.swapaxes(1, 2), blocks, key_axes, mask_BHWL, newest)
+        return _attend_to_merged_heads(q_BWHK, blocks, num_used, key_axes, mask_BHWL, newest)
+    return _attend(q_BWHK.swapaxes(1, 2), blocks, num_used, key_axes, mask_BHWL, newest)
 
 
 def _attend_to_merged_heads(
     q_BWHK: Array,
     blocks: Sequence[Block],
+    num_used: Array,
     key_axes: str,
     mask_BHWL: Array,
     newest: Block | None,
@@ -337,13 +348,14 @@ def _attend_to_merged_heads(
         newest = jnp.repeat(newest[0], H, axis=1), jnp.repeat(newest[1], H, axis=1)
         mask_BHWL = jnp.broadcast_to(mask_BHWL, (B, H, *mask_BHWL.shape[2:]))
         mask_BHWL = mask_BHWL.swapaxes(1, 2).reshape(B, 1, W * H, -1)
-    out_BWHK = _attend(q_BHWK, blocks, key_axes, mask_BHWL, newest).reshape(B, W, H, -1)
+    out_BWHK = _attend(q_BHWK, blocks, num_used, key_axes, mask_BHWL, newest).reshape(B, W, H, -1)
     return mask_other_heads(out_BWHK).sum(axis=2).reshape(B, W, H, -1)
 
 
 def _attend(
     q_BHWK: Array,
     blocks: Sequence[Block],
+    num_used: Array,
     key_axes: str,
     mask_BHWL: Array,
     newest: Block | None,
@@ -368,33 +380,58 @@ def _attend(
         largest_BHW1 = (q_BHWK.astype(jnp.float32) * k_BHWK).sum(axis=-1, keepdims=True)
         state = largest_BHW1, jnp.ones_like(largest_BHW1), v_BHWK
 
-    def matmul(equation: str, x: Array, y: Array) -> Array:
-        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+    ends = list(accumulate(block[1].shape[2] for block in blocks))
 
-    def add_block(state: Any, block: Block, mask_BHWL: Array) -> Any:
-        old_largest_BHW1, total_BHW1, out_BHWK = state
-        keys, v_BHLK = block
-        scores_BHWL = matmul(f"BHWK,{key_axes}->BHWL", q_BHWK, keys)
-        if mask_BHWL.dtype != bool:
-            scores_BHWL += mask_BHWL
-        scores_BHWL = jnp.where(_as_bool(mask_BHWL), scores_BHWL, MASKED)
-        largest_BHW1 = jnp.maximum(old_largest_BHW1, scores_BHWL.max(axis=3, keepdims=True))
-        scale_BHW1 = jnp.exp(old_largest_BHW1 - largest_BHW1)
-        weights_BHWL = jnp.exp(scores_BHWL - largest_BHW1)
-        added_BHWK = matmul("BHWL,BHLK->BHWK", weights_BHWL.astype(v_BHLK.dtype), v_BHLK)
-        total_BHW1 = total_BHW1 * scale_BHW1 + weights_BHWL.sum(axis=3, keepdims=True)
-        return largest_BHW1, total_BHW1, out_BHWK * scale_BHW1 + added_BHWK
+    def add_blocks(state: Any, index: int) -> Any:
+        """Add a block, and the later ones up to the last that is used."""
+        block = blocks[index]
+        stop = ends[index]
+        mask = mask_BHWL[..., stop - block[1].shape[2] : stop]
+        state = _add_block(state, q_BHWK, block, key_axes, mask)
+        if stop == ends[-1]:
+            return state
+        return jax.lax.cond(
+            num_used > stop, lambda state: add_blocks(state, index + 1), lambda state: state, state
+        )
 
-    start = 0
-    for block in blocks:
-        stop = start + block[1].shape[2]
-        mask = mask_BHWL[..., start:stop]
-        # The first block is never skipped: it is almost always used, and the divisor must not be 0.
-        is_used = True if start == 0 else _as_bool(mask).any()
-        state = jax.lax.cond(is_used, add_block, lambda state, *_: state, state, block, mask)
-        start = stop
-    _, total_BHW1, out_BHWK = state
+    # The first block is never skipped: it is almost always used, and the divisor must not be 0.
+    _, total_BHW1, out_BHWK = add_blocks(state, 0)
     return (out_BHWK / total_BHW1).swapaxes(1, 2).astype(q_BHWK.dtype)
+
+
+def _add_block(
+    state: tuple[Array, Array, Array],
+    q_BHWK: Array,
+    block: Block,
+    key_axes: str,
+    mask_BHWL: Array,
+) -> tuple[Array, Array, Array]:
+    """Add a block to the running maximum of the scores, sum of exp(score - maximum) and weighted
+    sum of values.
+    """
+    old_largest_BHW1, total_BHW1, out_BHWK = state
+    keys, v_BHLK = block
+    matmul = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores_BHWL = matmul(f"BHWK,{key_axes}->BHWL", q_BHWK, keys)
+    if mask_BHWL.dtype != bool:
+        scores_BHWL += mask_BHWL
+    scores_BHWL = jnp.where(_as_bool(mask_BHWL), scores_BHWL, MASKED)
+    largest_BHW1 = jnp.maximum(old_largest_BHW1, _largest(scores_BHWL))
+    scale_BHW1 = jnp.exp(old_largest_BHW1 - largest_BHW1)
+    weights_BHWL = jnp.exp(scores_BHWL - largest_BHW1)
+    added_BHWK = matmul("BHWL,BHLK->BHWK", weights_BHWL.astype(v_BHLK.dtype), v_BHLK)
+    total_BHW1 = total_BHW1 * scale_BHW1 + weights_BHWL.sum(axis=3, keepdims=True)
+    return largest_BHW1, total_BHW1, out_BHWK * scale_BHW1 + added_BHWK
+
+
+def _largest(scores_BHWL: Array) -> Array:
+    """Return the maxima over L, [B, H, W, 1]. On a CPU, first of L / 32 arrays element by element:
+    XLA's loop over more than 32 numbers is slow.
+    """
+    L = scores_BHWL.shape[3]
+    if jax.default_backend() == "cpu" and L % 32 == 0:
+        scores_BHWL = reduce(jnp.maximum, jnp.split(scores_BHWL, L // 32, axis=3))
+    return scores_BHWL.max(axis=3, keepdims=True)
 
 
 def _as_bool(mask: Array) -> Array:
