@@ -291,7 +291,7 @@ class Scheduler:
             num_running = len(batch.running)
             batch.resize(max(num_running, self.queue.share_of_device(batch.bucket)))
             num_idle = batch.num_rows - num_running
-            count = self._num_admissible(batch, num_idle, is_only_busy=len(busy_batches) == 1)
+            count = self._num_admissible(batch, num_idle, others_are_idle=len(busy_batches) == 1)
             admitted = self.queue.take_waiting(batch.bucket, count)
             max_steps = max(STEPS_PER_READ, STEPS_PER_READ_OF_ONE_ROW // batch.num_rows)
             # Only one padded length is admitted at a time. Fill the other rows before decoding.
@@ -321,13 +321,13 @@ class Scheduler:
         for batch in self.batches:
             batch.read()
 
-    def _num_admissible(self, batch: RunningBatch, num_idle: int, *, is_only_busy: bool) -> int:
+    def _num_admissible(self, batch: RunningBatch, num_idle: int, *, others_are_idle: bool) -> int:
         """Return the maximum number of sentences to admit: one for each idle row. If no other
         bucket has work, a full batch of encoded sentences can wait for rows in ``decode``.
         """
         count = batch.encode_batch_size
         is_full = self.queue.largest_batch(batch.bucket) >= count
-        if is_only_busy and is_full and batch.num_rows == batch.bucket.num_rows:
+        if others_are_idle and is_full and batch.num_rows == batch.bucket.num_rows:
             return count
         return min(count, num_idle)
 

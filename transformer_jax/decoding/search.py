@@ -4,7 +4,8 @@
 rows of finished sentences.
 
 Shape letters: B sentences, W beam width, V vocabulary, L positions, N returned hypotheses (N = W),
-P prefix positions, C candidates per sentence, R rows (B * W, or a subset of B).
+P prefix positions, C candidates per sentence, K tokens considered per hypothesis, R rows (B * W, or
+a subset of B).
 Log-probabilities and scores are float32 throughout.
 """
 

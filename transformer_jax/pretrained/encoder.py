@@ -173,7 +173,8 @@ def _find_folders(name: str, subfolder: str) -> tuple[Path, Path]:
     """Return the folders of the encoder and of its tokenizer, after a download if necessary."""
     if subfolder:
         tokenizer = re.sub("text_encoder", "tokenizer", subfolder)
-        files = [f"{x}/{y}" for x in (subfolder, tokenizer) for y in ("*.json", "*.model", "*.txt")]
+        patterns = ("*.json", "*.model", "*.txt")
+        files = [f"{folder}/{end}" for folder in (subfolder, tokenizer) for end in patterns]
         root = find_pretrained(name, files=[*files, f"{subfolder}/*.safetensors"])
         has_tokenizer = (root / tokenizer).is_dir()
         return root / subfolder, root / (tokenizer if has_tokenizer else subfolder)

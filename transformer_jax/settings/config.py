@@ -395,11 +395,11 @@ class PairsConfig(Section):
             fits = len(getattr(self, name)) in (0, items)
             yield name, fits, f"one for each of the {items} items of source"
         for name in ("source_language", "target_language"):
-            is_field = bool(getattr(self, f"{name}_field"))
+            field_is_set = bool(getattr(self, f"{name}_field"))
             has_fields = self.kind not in ("text", "none")
-            yield f"{name}_field", has_fields or not is_field, f"'' for kind {self.kind!r}"
+            yield f"{name}_field", has_fields or not field_is_set, f"'' for kind {self.kind!r}"
             has_list = bool(getattr(self, f"{name}s"))
-            yield f"{name}_field", not (is_field and has_list), f"'' with {name}s"
+            yield f"{name}_field", not (field_is_set and has_list), f"'' with {name}s"
         yield "alignments", self.kind == "text" or not self.alignments, "no files, except for text"
         yield (
             "temperature",

@@ -75,7 +75,7 @@ class Files(Section, prefix="--"):
         yield (
             "output",
             not (self.output or "").endswith(COMPRESSED_SUFFIXES),
-            "a name without .gz, because output is not compressed",
+            f"a name without {' or '.join(COMPRESSED_SUFFIXES)}, because output is not compressed",
         )
         yield (
             "text_field",
