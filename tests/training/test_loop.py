@@ -222,7 +222,7 @@ def test_translations_are_scored_against_their_own_references(
 
     evaluator = bare_evaluator(tiny(), pairs={"test": list(map(TextPair, sources, sources))})
     evaluator._translator = SimpleNamespace(translate=lambda lines: [line.text for line in lines])
-    for name in ("_on_devices", "_whole"):
+    for name in ("_on_devices", "_replicated_copy"):
         monkeypatch.setattr(Evaluator, name, lambda self, parameters: parameters)
     monkeypatch.setattr(evaluator_module, "allgather", allgather)
     monkeypatch.setattr(jax, "process_count", lambda: processes)

@@ -72,6 +72,7 @@ class BeamSearch(SearchMethod, BeamSettings):
         is_eos_BW = is_eos_BC[:, :W]
         progress = None
         if state.terms_BKAM is not None:
+            assert candidates.parents_BC is not None
             progress = lexical_constraints.advance(
                 gather_beams(state.live.progress, candidates.parents_BC),
                 state.terms_BKAM,

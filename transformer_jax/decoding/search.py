@@ -394,8 +394,10 @@ def _next_token(method: SearchMethod, state: SearchState, logits_BWV: Array) -> 
 def extend(live: Beams, position_B: Array, added: Continuations) -> Beams:
     """Add the tokens of ``added`` to copies of the hypotheses that they continue."""
     if added.parents_BC is not None:
-        tokens_and_log_probs = gather_beams(live[:2], added.parents_BC)
-        live = Beams(*tokens_and_log_probs, live.log_probs_BW)
+        tokens_BWL, token_log_probs_BWL = gather_beams(
+            (live.tokens_BWL, live.token_log_probs_BWL), added.parents_BC
+        )
+        live = Beams(tokens_BWL, token_log_probs_BWL, live.log_probs_BW)
     is_position_B1L = (jnp.arange(live.tokens_BWL.shape[-1])[None] == position_B[:, None])[:, None]
     return Beams(
         jnp.where(is_position_B1L, added.tokens_BC[:, :, None], live.tokens_BWL),

@@ -67,7 +67,8 @@ class Section:
         cls._prefix = prefix
 
     def __post_init__(self) -> None:
-        for name, allowed in _types_of_fields(type(self)).items():
+        types = _types_of_fields(type(self))  # type: ignore[arg-type]  # classes are hashable
+        for name, allowed in types.items():
             if expected := _expected(getattr(self, name), allowed):
                 raise self._error(name, expected)
         self.check(self.rules())
