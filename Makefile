@@ -96,13 +96,13 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.installed: requirements.txt pyproject.toml $(VENV)/.created
-	$(PIP) -r requirements.txt
+	$(PIP) --no-warn-conflicts -r requirements.txt
 	@touch $@
 
 # The two largest packages, while another pip installs the first requirements. What they need comes
-# with the others, and so does the message if they cannot be installed.
+# with the others, as does the message if they cannot be installed.
 $(VENV)/.installed-large: requirements-compare.txt $(VENV)/.created
-	$(PIP) -q --no-deps $$(sed -En 's/^((torch|transformers)[=>][^ #]*).*/\1/p' $<) || true
+	$(PIP) -q --no-warn-conflicts --no-deps $$(sed -En 's/^((torch|transformers)[=>][^ #]*).*/\1/p' $<) || true
 	@touch $@
 
 $(VENV)/.installed-compare: $(VENV)/.installed-large
