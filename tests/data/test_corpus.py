@@ -131,6 +131,8 @@ def test_settings_that_change_the_corpus(tmp_path):
         (NUMBERS, TOKENIZER, DataConfig(max_target_length=200), {}),
         (NUMBERS, TOKENIZER, data, SAMPLED),
         (NUMBERS, TOKENIZER, data, SAMPLED | {"seed": 6}),
+        (NUMBERS, TOKENIZER, data, SAMPLED | {"sampling": BpeDropout(0.2, 2)}),
+        (NUMBERS, TOKENIZER, data, SAMPLED | {"sampling": BpeDropout(0.3, 3)}),
     ]
     for pairs, tokenizer, config, sampling in builds * 2:
         build_corpus(pairs, tokenizer, config, tmp_path, **sampling)

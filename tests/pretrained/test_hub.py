@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +20,7 @@ from huggingface_hub import constants
 from tests.pretrained import families
 from transformer_jax import Translator, UserError
 from transformer_jax.pretrained.__main__ import main as pretrained
+from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.pretrained.loading import pretrained_workdir
 from transformer_jax.translation.__main__ import main as decode
 
@@ -213,3 +216,24 @@ def test_programs_take_names(hub, tmp_path, capsys) -> None:
     assert pretrained(missing) == 2
     assert "toy/missing" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+def test_a_replaced_zip_is_unpacked_again(tmp_path, monkeypatch) -> None:
+    """An archive differs from another in its path, its size or its time, to the nanosecond."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folders = {}
+    for name, content, nanoseconds in (
+        ("a", "1", 0),
+        ("a", "2", 1),
+        ("a", "30", 1),
+        ("b", "4", 1),
+        ("b", "5", 10**9),
+    ):
+        archive = tmp_path / f"{name}.zip"
+        with zipfile.ZipFile(archive, "w") as target:
+            target.writestr("model.npz", content)
+        os.utime(archive, ns=(0, nanoseconds))
+        folders[content] = find_pretrained(str(archive))
+        assert find_pretrained(str(archive)) == folders[content]
+    for content, folder in folders.items():
+        assert (folder / "model.npz").read_text() == content

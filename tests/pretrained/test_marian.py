@@ -189,6 +189,24 @@ def test_an_import_and_an_export_keep_every_bit(shape, folders, tmp_path) -> Non
         assert file.suffix == ".npz" or (output / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (12, 0.0, ("<unk>",))),  # marian-decoder's defaults
+        ({"beam-size": 3}, (3, 0.0, ("<unk>",))),
+        ({"normalize": 0.5}, (12, 0.5, ("<unk>",))),
+        ({"allow-unk": True}, (12, 0.0, ())),
+        ({"allow-unk": False}, (12, 0.0, ("<unk>",))),
+    ],
+)
+def test_settings_of_the_search_and_their_defaults(fields, expected, folders, tmp_path) -> None:
+    shutil.copytree(folders / "opus-mt", tmp_path / "model")
+    decoder = {"models": ["model.npz"], "vocabs": ["vocab.yml", "vocab.yml"]}
+    (tmp_path / "model" / "decoder.yml").write_text(yaml.safe_dump(decoder | fields))
+    decoding = import_huggingface(tmp_path / "model")[0].decoding
+    assert (decoding.beam_size, decoding.length_penalty, decoding.suppress) == expected
+
+
 def test_a_zip_as_opus_mt_publishes_them(folders, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "opus"

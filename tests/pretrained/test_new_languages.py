@@ -20,12 +20,15 @@ from flax import nnx
 from tests.pretrained import families
 from tests.pretrained.test_family_tokenizers import CASES, WORDS, original
 from transformer_jax import Request, Tokenizer, Translator, UserError, load_model, train
+from transformer_jax.data.sources import ParallelText
 from transformer_jax.devices.sharding import parameters_by_name
 from transformer_jax.export.huggingface import export_huggingface
+from transformer_jax.model.transformer import abstract_model
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.loading import import_huggingface, import_into
 from transformer_jax.settings.config import BatchConfig, Config, DataConfig, PairsConfig
 from transformer_jax.settings.config_files import load_config_file
+from transformer_jax.training.start_model import StartModel
 
 pytestmark = pytest.mark.cpu("compares with PyTorch to within 1e-4")
 
@@ -342,6 +345,33 @@ def test_a_run_from_the_tuned_model_keeps_its_language(tuned: Tuned, tmp_path: P
     )
     train(config, tmp_path / "again", devices=ONE)
     assert load_model(tmp_path / "again")[2].fingerprint == tuned.tokenizer.fingerprint
+
+
+@pytest.mark.parametrize("more", [(), ("other:{0}",), ("other:{0}", "third")])
+def test_a_run_from_the_tuned_model_keeps_its_rows(more: tuple[str, ...], tuned: Tuned) -> None:
+    """With more languages, only their rows are new: each has the mean of its relatives' rows."""
+    languages = [*tuned.config.tokenizer.new_languages, *(x.format(tuned.new) for x in more)]
+    config = dataclasses.replace(
+        tuned.config,
+        tokenizer=dataclasses.replace(tuned.config.tokenizer, new_languages=tuple(languages)),
+        training=dataclasses.replace(tuned.config.training, start_from=str(tuned.run)),
+    )
+    start = StartModel(config)
+    tokenizer = start.tokenizer(ParallelText(config.data.train, config.data.root))
+    shape = load_model(tuned.run)[0].model
+    size = max(shape.vocab_size, tokenizer.target.vocab_size)
+    abstract = abstract_model(dataclasses.replace(shape, vocab_size=size)).parameters
+    found = parameters_by_name(start.parameters(abstract, tokenizer))
+    old_rows = tuned.tokenizer.new_rows
+    new_rows = {i: ids for i, ids in tokenizer.new_rows.items() if i not in old_rows}
+    assert len(new_rows) == len(more)
+    for name, before in parameters(tuned.run).items():
+        expected = np.array(found[name])
+        expected[: len(before)] = before
+        if (name.endswith("matrix") and "position" not in name) or name == "softmax_bias":
+            for i, ids in new_rows.items():
+                expected[i] = before[[*ids]].mean(0, dtype=np.float64)
+        np.testing.assert_array_equal(found[name], expected)
 
 
 def test_a_resumed_run_trains_the_same_row(tuned: Tuned, tmp_path: Path) -> None:
