@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,35 @@ def test_languages_tags_and_limits_combine(folder: Path) -> None:
     )
 
 
+def test_any_list_or_a_temperature_makes_each_item_a_part(folder: Path) -> None:
+    sources, targets = zip(*CODES)
+    settings: dict[str, Any] = {
+        "tags": ("<a>", "<b>", "<c>"),
+        "source_languages": sources,
+        "target_languages": targets,
+        "weights": (1.0, 2.0, 3.0),
+        "temperature": 2.0,
+    }
+    nothing: dict[str, Any] = {"source_languages": (), "target_languages": ()}
+    assert not items(**nothing).parts
+    for chosen in product([False, True], repeat=len(settings)):
+        given = {name: value for (name, value), is_in in zip(settings.items(), chosen) if is_in}
+        if not given or {"weights", "temperature"} <= given.keys():
+            continue
+        config = items(**(nothing | given), limit=2)
+        assert len(config.parts) == len(CODES), given
+        no_codes = ("",) * len(CODES)
+        codes = [given.get(name, no_codes) for name in ("source_languages", "target_languages")]
+        tags = [f"{tag} " for tag in given["tags"]] if "tags" in given else no_codes
+        expected = [
+            (tag + source, target, languages)
+            for file, tag, languages in zip(CODES, tags, zip(*codes))
+            for source, target in zip(*(LINES[code][:2] for code in file))
+        ]
+        pairs = ParallelText(config, str(folder)).text_pairs()
+        assert [(pair.source, pair.target, pair.languages) for pair in pairs] == expected, given
+
+
 def test_languages_are_a_part_of_no_word(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -132,8 +162,11 @@ def test_new_symbols_and_languages_keep_the_others(tokenizer: Tokenizer, tmp_pat
 
 def test_the_first_pairs_are_as_many_for_each_pair_of_languages(folder: Path) -> None:
     pairs = list(ParallelText(items(), str(folder)).text_pairs())
-    found = first_pairs(pairs, 6)
-    assert [pair.languages for pair in found] == [codes for codes in CODES for _ in range(2)]
+    pairs = pairs[1::2] + pairs[:8:2]  # mixed, and two of the last languages
+    groups = [[pair for pair in pairs if pair.languages == codes] for codes in CODES]
+    assert [len(group) for group in groups] == [4, 4, 2]
+    for limit, part in enumerate([0, 1, 1, 1, 2, 2, 2, 3, 3, 3]):  # rounded up
+        assert first_pairs(pairs, limit) == [pair for group in groups for pair in group[:part]]
     plain = [TextPair(str(number), "") for number in range(9)]
     assert first_pairs(plain, 4) == plain[:4]
     assert first_pairs(pairs, 0) == first_pairs([], 4) == []

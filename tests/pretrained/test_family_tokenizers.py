@@ -19,6 +19,7 @@ from transformers.models.mbart50 import tokenization_mbart50 as mbart50
 
 from transformer_jax import Tokenizer, UserError
 from transformer_jax.pretrained.folder import Pretrained
+from transformer_jax.tokenization.segmenters import JsonSegmenter
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "größe", "straße"]
 WORDS += ["день", "ночь", "hello", "world", "東京", "مرحبا", "नमस्ते", "é"]
@@ -208,6 +209,21 @@ def test_ids_and_text_agree_where_transformers_wrote_the_folder(case, pair) -> N
             affixes = ours.with_languages(target=theirs.tgt_lang).affixes()
             ids = affixes.target(ours.target.encode(["the fox"])[0])
             assert [*ids, ours.target.eos_id] == theirs(text_target="the fox").input_ids
+
+
+@pytest.mark.parametrize("case", ["t5", "bart"])
+@pytest.mark.parametrize("end", ["left", "right"])
+def test_a_file_that_truncates_and_pads_does_neither_here(case, end, pair) -> None:
+    segmenter = pair(case, True)[1].source.segmenter
+    file = tokenizers.Tokenizer.from_str(segmenter.content.decode())
+    file.enable_truncation(5, direction=end)
+    file.enable_padding(direction=end, length=40)
+    found = JsonSegmenter(file.to_str().encode())
+    lines = hostile(200)
+    assert found.encode_as_ids(lines) == segmenter.encode_as_ids(lines)
+    assert found.encode(lines) == segmenter.encode(lines)
+    for line in lines:
+        assert found.affix_ids(line) == segmenter.affix_ids(line)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in ("byt5", "bart")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,6 +51,14 @@ def test_first_and_last_values(
     for value in forbidden:
         with pytest.raises(UserError, match=rf"^\w+\.{name} is .*; expected "):
             section(**{name: value})
+
+
+def test_each_limit_on_the_length_of_a_translation_counts() -> None:
+    sizes = [1, 5, 50, 256, 300]
+    for source, extra, max_length, positions in product(sizes, sizes, [None, *sizes], sizes):
+        decoding = DecodingConfig(max_extra_length=extra, max_length=max_length)
+        limits = [source + extra, positions] + ([max_length] if max_length else [])
+        assert decoding.max_target_length(source, positions) == min(limits)
 
 
 @pytest.mark.parametrize("longer", ["max_source_length", "max_target_length"])
