@@ -200,6 +200,12 @@ def test_results_do_not_depend_on_neighbors(patience):
         assert alone == [together[i]]
 
 
+def test_limits_above_the_maximum_length_are_the_maximum_length():
+    logits, excess = random_logits(4), np.arange(100) % 10
+    expected = _search(logits, np.full(100, 9))
+    jax.tree.map(np.testing.assert_array_equal, _search(logits, 9 + excess), expected)
+
+
 def test_ties_go_to_the_hypothesis_that_finished_first():
     logits = np.full((1, 9, 11, 11), -np.inf, np.float32)
     logits[0, 0, BOS, [EOS, 3]] = logits[0, 1, 3, EOS] = 0

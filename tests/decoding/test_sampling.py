@@ -24,21 +24,22 @@ TOYS = random_chains(0, sentences=2, length=LENGTH, vocab=VOCAB)
 
 
 @functools.partial(jax.jit, static_argnames="method")
-def _search(toys, prefix_BP, seed_B, *, method):
+def _search(toys, prefix_BP, seed_B, limit_B=(LENGTH, LENGTH), *, method):
     return search(
         method,
         chains.step(toys),
         chains.start(jnp.arange(2), beam_size=method.beam_size),
-        limit_B=jnp.full(2, LENGTH),
+        limit_B=limit_B,
         max_length=LENGTH,
         prefix_BP=prefix_BP,
         seed_B=seed_B,
     )
 
 
-def draw(beam_size, *, prefixes=((-1,), (-1,)), seeds=(0, 1), **settings):
+def draw(beam_size, *, prefixes=((-1,), (-1,)), seeds=(0, 1), limits=(LENGTH, LENGTH), **settings):
     method = Sampling(**IDS, beam_size=beam_size, **settings)
-    return chains.hypotheses(_search(TOYS, np.array(prefixes), np.array(seeds), method=method))
+    each = map(np.array, (prefixes, seeds, limits))
+    return chains.hypotheses(_search(TOYS, *each, method=method))
 
 
 def first_tokens(found):
@@ -144,6 +145,10 @@ def test_seeds_choose_the_samples():
     assert draw(5, seed=1) == draw(5, seed=1) != draw(5, seed=2)
     one, other = draw(5, seeds=(3, 4), seed=1), draw(5, seeds=(4, 4), seed=1)
     assert one[0] != other[0] and one[1] == other[1]
+
+
+def test_limits_above_the_maximum_length_are_the_maximum_length():
+    assert draw(20, limits=(LENGTH + 1, LENGTH + 9)) == draw(20)
 
 
 def test_nan_logits_give_a_nan_score_and_leave_the_neighbors_alone():

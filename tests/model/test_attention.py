@@ -62,7 +62,7 @@ def test_mask_separates_segments_and_hides_the_future() -> None:
     np.testing.assert_array_equal(mask, expected)
 
 
-@pytest.mark.parametrize("widths", [(None, None), (5, 7)])
+@pytest.mark.parametrize("widths", [(None, None), (5, 7), (5, None), (None, 7)])
 def test_head_widths_are_independent_of_d_model(widths: tuple[int | None, int | None]) -> None:
     layer = nnx.eval_shape(
         lambda: MultiHeadAttention(12, 3, d_k=widths[0], d_v=widths[1], rngs=nnx.Rngs(0))

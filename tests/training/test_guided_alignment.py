@@ -97,6 +97,26 @@ def cross_attention(model: Transformer, source_BS: jax.Array, target_BT: jax.Arr
     return model.attention_weights(source_BS, target_BT).cross[0]
 
 
+@pytest.mark.parametrize("alignment_layer", [None, 0])
+def test_a_layer_is_averaged_over_heads_and_the_default_is_one_head(
+    alignment_layer: int | None,
+) -> None:
+    """Without ``alignment_layer``, the default is the last layer."""
+    config = dataclasses.replace(MODEL, alignment_layer=alignment_layer)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    layers = (0, 1, -1, -2, None)
+
+    @nnx.jit
+    def both(model: Transformer, *rows: jax.Array) -> tuple[Any, list[jax.Array]]:
+        found = [model.cross_attention(*rows, layer) for layer in layers]
+        return model.attention_weights(*rows).cross, found
+
+    cross, found = both(model, *batch()[:2])
+    default = cross[-1].mean(1) if alignment_layer is None else cross[alignment_layer][:, 0]
+    expected = [*(cross[layer].mean(1) for layer in layers[:-1]), default]
+    chex.assert_trees_all_close(found, expected, atol=1e-6)
+
+
 def test_the_cross_entropy_equals_numpys() -> None:
     random = np.random.default_rng(1)
     weights = random.dirichlet(np.ones(5), (3, 4)).astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -87,7 +88,7 @@ def test_no_segment_of_any_text_is_above_the_limit_and_none_is_lost(text, limit)
     segments, after = cut_into_segments(text, limit, small_tokenizer())
     assert all(len(segment.tokens) <= limit for segment in segments)
     joined = "".join(segment.before + segment.text for segment in segments) + after
-    assert joined.split() == text.split() or "".join(joined.split()) == "".join(text.split())
+    assert re.sub(r"\s+", " ", joined) == re.sub(r"\s+", " ", text)  # no space inside a word
 
 
 def test_leading_tags_begin_each_segment():

@@ -131,6 +131,18 @@ def test_sentences_from_a_script_without_spaces_are_joined_with_spaces() -> None
     assert joined(plain("你好。 我", language="zh"), ["Hi.", "I"]) == "Hi. I"
 
 
+@pytest.mark.parametrize(("space", "text"), [(" ", "One."), ("", "一。")])
+@given(st.lists(st.tuples(st.sampled_from(["", " "]), st.booleans())))
+def test_empty_translations_leave_no_trace(
+    space: str, text: str, sentences: list[tuple[str, bool]]
+) -> None:
+    """The others are joined with what their script needs, whatever separates the sources."""
+    translations = [text * is_translated for _, is_translated in sentences]
+    before = ["", *(separator for separator, _ in sentences[1:])][: len(sentences)]
+    pieces = DividedText(["Eins."] * len(sentences), before, "")
+    assert joined(pieces, translations) == space.join(filter(None, translations))
+
+
 SLOW = ["a.", "a. ", "1", " ", "\n", "“", '"「', '「"', "?«", "你。", 'a. "', "x\n ", " ."]
 
 
