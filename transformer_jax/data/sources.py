@@ -308,7 +308,9 @@ def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]
 
 
 def first_pairs(pairs: Iterable[TextPair], limit: int) -> list[TextPair]:
-    """Return the first ``limit`` pairs. Of several pairs of languages, each has the same part."""
+    """Return the first ``limit`` pairs. Of several pairs of languages, each has the same
+    part, rounded up.
+    """
     by_languages: dict[tuple[str, str], list[TextPair]] = {}
     for pair in pairs:
         by_languages.setdefault(pair.languages, []).append(pair)
