@@ -209,7 +209,7 @@ def test_image_of_the_service() -> None:
     page = (ROOT / "docs" / "deployment.md").read_text()
     assert f":{model}:ro" in page and f":{volume} " in page
     [waiting] = re.findall(r"--stop-timeout (\d+)", page)
-    assert int(waiting) >= arguments.timeout + 5  # longer than a request can take
+    assert int(waiting) >= arguments.limits.timeout + 5  # longer than a request can take
 
 
 def test_health_check_of_the_image() -> None:
@@ -264,7 +264,7 @@ def test_deployment_of_the_service() -> None:
 
     # enough time to finish requests; mounted volumes; permissions
     [_, pause] = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert pod["terminationGracePeriodSeconds"] >= int(pause) + arguments.timeout + 5
+    assert pod["terminationGracePeriodSeconds"] >= int(pause) + arguments.limits.timeout + 5
     mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
     assert {each["name"] for each in mounts.values()} == {each["name"] for each in pod["volumes"]}
     assert mounts.keys() == {model, *image["VOLUME"], "/tmp"} and mounts[model]["readOnly"]

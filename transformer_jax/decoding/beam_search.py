@@ -123,8 +123,9 @@ class BeamSearch(SearchMethod, BeamSettings):
         log_probs_BX = log_probs_BGK.reshape(B, -1)
         if state.terms_BKAM is None:
             best = jax.lax.top_k(log_probs_BX, 2 * W)
-            # Without a barrier, XLA merges later slices of the best into a sort of all.
-            log_probs_BC, indices_BC = jax.lax.optimization_barrier(best)
+            # Without a barrier, XLA merges later slices of the best into a sort of all. With one
+            # for both arrays, XLA cannot partition the search of a model on several devices.
+            log_probs_BC, indices_BC = map(jax.lax.optimization_barrier, best)
         else:
             progress = jax.tree.map(lambda x: jnp.repeat(x, K, axis=1), state.live.progress)
             progress = lexical_constraints.advance(progress, state.terms_BKAM, tokens_BX)
