@@ -393,17 +393,18 @@ def _next_token(method: SearchMethod, state: SearchState, logits_BWV: Array) -> 
 
 def extend(live: Beams, position_B: Array, added: Continuations) -> Beams:
     """Add the tokens of ``added`` to copies of the hypotheses that they continue."""
+    old = live.tokens_BWL, live.token_log_probs_BWL
+    progress = live.progress
     if added.parents_BC is not None:
-        tokens_BWL, token_log_probs_BWL = gather_beams(
-            (live.tokens_BWL, live.token_log_probs_BWL), added.parents_BC
-        )
-        live = Beams(tokens_BWL, token_log_probs_BWL, live.log_probs_BW)
-    is_position_B1L = (jnp.arange(live.tokens_BWL.shape[-1])[None] == position_B[:, None])[:, None]
+        old = gather_beams(old, added.parents_BC)
+        progress = None  # depends on the tokens as well
+    tokens_BWL, token_log_probs_BWL = old
+    is_position_B1L = (jnp.arange(tokens_BWL.shape[-1])[None] == position_B[:, None])[:, None]
     return Beams(
-        jnp.where(is_position_B1L, added.tokens_BC[:, :, None], live.tokens_BWL),
-        jnp.where(is_position_B1L, added.token_log_probs_BC[:, :, None], live.token_log_probs_BWL),
+        jnp.where(is_position_B1L, added.tokens_BC[:, :, None], tokens_BWL),
+        jnp.where(is_position_B1L, added.token_log_probs_BC[:, :, None], token_log_probs_BWL),
         added.log_probs_BC,
-        live.progress if added.parents_BC is None else None,
+        progress,
     )
 
 

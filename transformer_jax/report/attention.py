@@ -16,7 +16,7 @@ from flax import nnx
 
 from transformer_jax import Ensemble, ModelConfig, Transformer, Translator, UserError
 from transformer_jax.errors import needs_extra
-from transformer_jax.tokenization.rows import with_eos
+from transformer_jax.tokenization.rows import pad_rows, with_eos
 from transformer_jax.translation.requests import check_text
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def _padded(name: str, tokens: Sequence[int], config: ModelConfig) -> jax.Array:
     length = len(tokens)
     if length > longest:
         raise UserError(f"{name} has {length} tokens, EOS included; expected at most {longest}.")
-    padding = [config.pad_id] * (min(-(-length // 64) * 64, longest) - length)
-    return jnp.array([[*tokens, *padding]])
+    padded_length = min(-(-length // 64) * 64, longest)
+    return jnp.array(pad_rows([tokens], config.pad_id, length=padded_length))
 
 
 def attention_maps(

@@ -98,7 +98,8 @@ class Languages(NamedTuple):
         known = ", ".join(self.tokens) or "none"
         layout: Layout = "tag"
         form = "<2{}>"
-        for code, token in self.tokens.items():
+        if self.tokens:
+            code, token = next(iter(self.tokens.items()))
             layout = self.layout
             form = token.replace(code, "{}")
         tokens = dict(self.tokens)

@@ -92,9 +92,8 @@ class StartModel:
         ``abstract`` has the run's shapes. A new row is the mean of other rows.
         """
         parameters = jax.tree.map(_with_added_rows, self._parameters, abstract)
-        new_rows = dict(tokenizer.new_rows)
-        for token_id in self._tokenizer.new_rows:
-            del new_rows[token_id]
+        trained_before = self._tokenizer.new_rows
+        new_rows = {i: ids for i, ids in tokenizer.new_rows.items() if i not in trained_before}
         return map_named(partial(_with_rows, new_rows), parameters)
 
 
