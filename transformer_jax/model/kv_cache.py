@@ -195,9 +195,8 @@ class LayerAttention:
 
         def reference() -> Array:
             num_used = cache.position_B.max() * q_BWHK.shape[1]
-            return _attend_to_blocks(
-                q_BWHK, self.history, num_used, cache.layout.key_axes, mask_BHWL, newest
-            )
+            positions = _Positions(self.history, num_used, cache.layout.key_axes, mask_BHWL, newest)
+            return _attend_to_blocks(q_BWHK, positions)
 
         def reference_step() -> Any:
             return reference(), *cache.write_newest(self.history, newest)
@@ -225,9 +224,8 @@ class LayerAttention:
 
         def reference() -> Array:
             num_used = jnp.where(mask_BS, jnp.arange(1, mask_BS.shape[1] + 1)[None], 0).max()
-            return _attend_to_blocks(
-                q_BWHK, self.source, num_used, key_axes, mask_BS[:, None, None]
-            )
+            positions = _Positions(self.source, num_used, key_axes, mask_BS[:, None, None])
+            return _attend_to_blocks(q_BWHK, positions)
 
         def kernel() -> Array:
             return decode_kernel.attend_to_source(q_BWHK, self.source[0], mask_BS)
@@ -298,36 +296,33 @@ def _rounded_up(length: Any) -> Any:
     return -(-length // decode_kernel.POSITIONS_PER_BLOCK) * decode_kernel.POSITIONS_PER_BLOCK
 
 
-@jax.named_scope("dot_product_attention")
-def _attend_to_blocks(
-    q_BWHK: Array,
-    blocks: Sequence[Block],
-    num_used: Array,
-    key_axes: str,
-    mask_BHWL: Array,
-    newest: Block | None = None,
-) -> Array:
-    """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
+class _Positions(NamedTuple):
+    """Cached positions that the queries of a step attend to."""
 
-    The mask is bool, or a float32 bias of the scores that is MASKED at invisible positions. No
-    slot from ``num_used`` on is visible to any hypothesis.
-    """
+    blocks: Sequence[Block]
+    num_used: Array
+    """No slot from this one on is visible to any hypothesis."""
+    key_axes: str
+    """Axes of keys: on TPUs, transposing a block outside its branch would copy it."""
+    mask_BHWL: Array
+    """bool, or a float32 bias of the scores that is MASKED at invisible positions."""
+    newest: Block | None = None
+    """Self-attention: the newest keys and values, which are not in the cache yet. The cache is read
+    before it is written, so XLA can update it in place."""
+
+
+@jax.named_scope("dot_product_attention")
+def _attend_to_blocks(q_BWHK: Array, positions: _Positions) -> Array:
+    """Attend (equation 1) to each hypothesis's visible positions. Returns [B, W, H, K]."""
     scale = jnp.asarray(q_BWHK.shape[3] ** -0.5, q_BWHK.dtype)
     q_BWHK = q_BWHK * scale
-    has_merged_heads = blocks[0][1].shape[1] != q_BWHK.shape[2]
+    has_merged_heads = positions.blocks[0][1].shape[1] != q_BWHK.shape[2]
     if has_merged_heads:
-        return _attend_to_merged_heads(q_BWHK, blocks, num_used, key_axes, mask_BHWL, newest)
-    return _attend(q_BWHK.swapaxes(1, 2), blocks, num_used, key_axes, mask_BHWL, newest)
+        return _attend_to_merged_heads(q_BWHK, positions)
+    return _attend(q_BWHK.swapaxes(1, 2), positions)
 
 
-def _attend_to_merged_heads(
-    q_BWHK: Array,
-    blocks: Sequence[Block],
-    num_used: Array,
-    key_axes: str,
-    mask_BHWL: Array,
-    newest: Block | None,
-) -> Array:
+def _attend_to_merged_heads(q_BWHK: Array, positions: _Positions) -> Array:
     """Attend with scaled queries to blocks whose heads lie side by side, as one wide head.
 
     Each head of a hypothesis attends like a hypothesis of its own: its wide query has zeros in
@@ -344,33 +339,25 @@ def _attend_to_merged_heads(
         return jnp.where(is_own_HK[None, None], x_BWHK, 0)
 
     q_BHWK = mask_other_heads(q_BWHK.reshape(B, W, 1, -1)).reshape(B, 1, W * H, -1)
-    if newest:
-        newest = jnp.repeat(newest[0], H, axis=1), jnp.repeat(newest[1], H, axis=1)
+    if positions.newest:
+        k_BWHK, v_BWHK = (jnp.repeat(x, H, axis=1) for x in positions.newest)
+        mask_BHWL = positions.mask_BHWL
         mask_BHWL = jnp.broadcast_to(mask_BHWL, (B, H, *mask_BHWL.shape[2:]))
         mask_BHWL = mask_BHWL.swapaxes(1, 2).reshape(B, 1, W * H, -1)
-    out_BWHK = _attend(q_BHWK, blocks, num_used, key_axes, mask_BHWL, newest).reshape(B, W, H, -1)
+        positions = positions._replace(newest=(k_BWHK, v_BWHK), mask_BHWL=mask_BHWL)
+    out_BWHK = _attend(q_BHWK, positions).reshape(B, W, H, -1)
     return mask_other_heads(out_BWHK).sum(axis=2).reshape(B, W, H, -1)
 
 
-def _attend(
-    q_BHWK: Array,
-    blocks: Sequence[Block],
-    num_used: Array,
-    key_axes: str,
-    mask_BHWL: Array,
-    newest: Block | None,
-) -> Array:
+def _attend(q_BHWK: Array, positions: _Positions) -> Array:
     """Attend with scaled queries. Returns [B, W, H, K].
-
-    ``key_axes`` are the axes of keys: on TPUs, transposing a block outside its branch would copy
-    it. In self-attention, ``newest`` holds the newest keys and values, which are not in the cache
-    yet: the cache is read before it is written, so XLA can update it in place.
 
     The softmax is computed block by block, with a running maximum of the scores, a sum of exp(score
     - maximum) and a weighted sum of values. A block that a hypothesis does not attend to has a
     weight of exactly 0, whether it is computed or skipped.
     """
     B, H, W, _ = q_BHWK.shape
+    blocks, num_used, key_axes, mask_BHWL, newest = positions
     if newest is None:
         zeros_BHWK = jnp.zeros((B, H, W, blocks[0][1].shape[3]), jnp.float32)
         zeros_BHW1 = zeros_BHWK[..., :1]
