@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from transformer_jax.data.text_files import COMPRESSED_SUFFIXES
+from transformer_jax.data.text_files import COMPRESSED_SUFFIX
 from transformer_jax.errors import UserError
 from transformer_jax.storage.files import AnyPath, is_url, kind_of, remote_path, to_path
 
@@ -49,7 +49,7 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
         )
     names = {str(file) for file in files}
     for file in files:
-        if any(f"{file}{suffix}" in names for suffix in COMPRESSED_SUFFIXES):
+        if f"{file}{COMPRESSED_SUFFIX}" in names:
             raise UserError(
                 f"{name!r} matches both {str(file)!r} and its compressed copy, so every line would "
                 "count twice. Remove or rename one of the two files, or use a narrower glob."

@@ -11,9 +11,9 @@ import gzip
 import hashlib
 import io
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
 from transformer_jax.errors import UserError
 from transformer_jax.storage.files import AnyPath, to_path
@@ -46,45 +46,25 @@ def _read(source: str | AnyPath | BinaryIO, *, exact: bool = False) -> Iterator[
         yield from decoded_lines(cast(BinaryIO, path), name, exact=exact)
 
 
-class _Compression(NamedTuple):
-    """A format of compressed files."""
-
-    name: str
-    open: Callable[[BinaryIO], io.BufferedIOBase]
-    """Returns the uncompressed stream."""
-    errors: tuple[type[Exception], ...]
-    """What it raises for other data."""
-
-
-_COMPRESSIONS = {
-    ".gz": _Compression(
-        "gzip",
-        lambda file: gzip.GzipFile(fileobj=file),
-        (gzip.BadGzipFile, zlib.error, EOFError),
-    ),
-}
-COMPRESSED_SUFFIXES = tuple(_COMPRESSIONS)
-"""Ends of names of compressed files."""
+COMPRESSED_SUFFIX = ".gz"
+"""End of the names of compressed files."""
 
 
 @contextmanager
 def open_file(path: AnyPath) -> Iterator[io.BufferedIOBase]:
-    """Open a file, and decompress it as the end of its name says."""
-    name = str(path)
-    suffix = f".{name.rpartition('.')[2]}"
-    compression = _COMPRESSIONS.get(suffix)
+    """Open a file, and decompress it if its name ends in ``COMPRESSED_SUFFIX``."""
     with path.open("rb") as file:
         # Reading lines of files in object stores is slow without a buffer.
         buffered = io.BufferedReader(cast(Any, file), 2**20)
-        if compression is None:
+        if not str(path).endswith(COMPRESSED_SUFFIX):
             yield buffered
             return
         try:
-            yield compression.open(cast(BinaryIO, buffered))
-        except compression.errors as error:
+            yield gzip.GzipFile(fileobj=cast(BinaryIO, buffered))
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise UserError(
-                f"File {name!r} is corrupt or not a {compression.name} file ({error}); expected "
-                f"{compression.name} data, because its name ends in {suffix}."
+                f"File {str(path)!r} is corrupt or not a gzip file ({error}); expected gzip data, "
+                f"because its name ends in {COMPRESSED_SUFFIX}."
             ) from None
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from transformer_jax.cli import flag_values, parse_flags
-from transformer_jax.data.text_files import COMPRESSED_SUFFIXES
+from transformer_jax.data.text_files import COMPRESSED_SUFFIX
 from transformer_jax.errors import UserError
 from transformer_jax.settings.checks import PositiveInt, Rule, Section
 from transformer_jax.settings.config import Config, DecodingConfig, EngineName
@@ -74,8 +74,8 @@ class Files(Section, prefix="--"):
         )
         yield (
             "output",
-            not (self.output or "").endswith(COMPRESSED_SUFFIXES),
-            f"a name without {' or '.join(COMPRESSED_SUFFIXES)}, because output is not compressed",
+            not (self.output or "").endswith(COMPRESSED_SUFFIX),
+            f"a name without {COMPRESSED_SUFFIX}, because output is not compressed",
         )
         yield (
             "text_field",
