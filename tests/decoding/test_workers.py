@@ -79,7 +79,7 @@ def test_threads_share_the_sentences() -> None:
     assert all(batches)
     assert [each.batches[0].num_compiled for each in workers.schedulers] == [3, 3]  # type: ignore[attr-defined]
     workers.close()
-    assert not workers.num_waiting and not workers.num_running
+    assert not workers.queue.num_waiting and not workers.num_running
     with pytest.raises(SearchFailed, match="was closed"):
         workers.submit(SENTENCES[0]).result(0)
 
@@ -143,7 +143,7 @@ def test_a_device_that_fails_ends_all_sentences(caplog: pytest.LogCaptureFixture
     workers.close()
     with pytest.raises(SearchFailed, match="out of memory"):
         workers.submit(SENTENCES[0]).result(0)
-    assert str(workers.failure) == "out of memory"
+    assert str(workers.queue.failure) == "out of memory"
     assert "The search failed and must be restarted" in caplog.text
     assert not any(thread.is_alive() for thread in workers._threads)
 

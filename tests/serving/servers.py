@@ -84,7 +84,7 @@ class Server(NamedTuple):
         end = time.monotonic() + 60
         while time.monotonic() < end:
             searches = [model.workers for model in self.service.models.values()]
-            rows = sum(each.num_running + each.num_waiting for each in searches)
+            rows = sum(each.num_running + each.queue.num_waiting for each in searches)
             if not rows and not self.service.num_accepted:
                 return True
             time.sleep(0.01)

@@ -653,7 +653,7 @@ def test_each_models_failure_shows(
 ) -> None:
     for source in failing:
         workers = strict.service.models[Pair(source, "de")].workers
-        monkeypatch.setattr(workers, "failure", SearchFailed("out of memory"))
+        monkeypatch.setattr(workers.queue, "failure", SearchFailed("out of memory"))
     health = strict.request("GET", "/health")
     assert health.status == 503 and health.json == {"status": "failed", "engine": "jax"}
     for path in "/translate", "/translate/stream":

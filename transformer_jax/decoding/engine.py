@@ -123,12 +123,7 @@ class Engine:
         """
         other = copy(self)
         other._device = device
-        if device.platform == "cpu":
-            other._parameters, other._weights = put_on_device(
-                (self._parameters, self._weights), device
-            )
-        else:
-            other.parameters = self.parameters
+        other._parameters, other._weights = put_on_device((self._parameters, self._weights), device)
         return other
 
     @property
@@ -329,8 +324,7 @@ class EngineBatch(RunningBatch):
 
     def _read_admitted(self, tasks: Sequence[Task], rows: list[int], results: SearchResult) -> None:
         """Finish the tasks that were in ``rows``, in the order in which ``tasks`` took them."""
-        if any(self._tasks[row] for row in rows) or len(set(rows)) < len(rows):
-            results = jax.device_get(results)
+        results = jax.device_get(results)
         for index, (row, task) in enumerate(zip(rows, tasks, strict=True)):
             self._finish(row, results, index)
             self._tasks[row] = task

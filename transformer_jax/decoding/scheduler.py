@@ -7,21 +7,21 @@ The states of a sentence::
             oldest first      in a batch row            the future has hypotheses
                                                         or an error
 
-A waiting sentence whose future is canceled is dropped; a running one frees its row at the next
-``read``. Otherwise, a sentence keeps its row until it is finished. ``Engine.search`` submits all
-sentences, to a queue for each device, then calls ``run_until_idle``. The devices of a service share
-a queue: the first that has an idle row takes the next sentence. Each calls ``Scheduler.step`` again
-and again, in a thread of its own.
+A waiting sentence whose future is canceled leaves the queue; a running one frees its row at the
+next ``read``. Otherwise, a sentence keeps its row until it is finished. ``Engine.search`` submits
+all sentences, to a queue for each device, then calls ``run_until_idle``. The devices of a service
+share a queue: the first that has an idle row takes the next sentence. Each calls ``Scheduler.step``
+again and again, in a thread of its own.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from itertools import islice
 from typing import Protocol
 
 from transformer_jax.decoding.length_buckets import Bucket
@@ -41,10 +41,8 @@ class SearchFailed(Exception):
 class Task:
     """A sentence and the future for its hypotheses."""
 
-    def __init__(self, sentence: Sentence, arrival_number: int = 0):
-        """``arrival_number`` counts the sentences in the order of their arrival."""
+    def __init__(self, sentence: Sentence):
         self.sentence = sentence
-        self.arrival_number = arrival_number
         self.future: Future[list[Hypothesis]] = Future()
 
     def finish(self, hypotheses: list[Hypothesis]) -> None:
@@ -61,6 +59,8 @@ class Task:
 class RunningBatch(ABC):
     """Rows of a batch on one device, for the sentences of one bucket.
 
+    The methods that are not abstract are for a device without a compiler or rows in memory.
+
     Attributes:
       bucket: the bucket, with the maximum number of rows.
       num_rows: the current number of rows.
@@ -72,9 +72,9 @@ class RunningBatch(ABC):
     num_invalid: int = 0
 
     @property
-    @abstractmethod
     def encode_batch_size(self) -> int:
         """Maximum number of sentences in a call of ``decode``."""
+        return self.num_rows
 
     @property
     @abstractmethod
@@ -82,16 +82,16 @@ class RunningBatch(ABC):
         """The tasks in rows, as of the last ``read``."""
 
     @property
-    @abstractmethod
     def is_ready(self) -> bool:
         """Whether at least one number of rows is compiled."""
+        return True
 
-    @abstractmethod
     def compile_next(self) -> bool:
         """Compile what ``decode`` needs for the smallest number of rows that is not compiled yet.
         A thread of its own may call this. Returns whether there are more; does nothing if all are
         compiled.
         """
+        return False
 
     @abstractmethod
     def resize(self, count: int) -> None:
@@ -110,8 +110,7 @@ class RunningBatch(ABC):
     def read(self) -> None:
         """Wait for the device. Finish tasks that are done, and free the rows of canceled ones."""
 
-    @abstractmethod
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Free the memory of the rows. All sentences must be done by then on the device."""
 
 
@@ -130,38 +129,11 @@ class SearchEngine(Protocol):
         """
 
 
-class _WaitingTasks:
-    """Waiting tasks of a bucket, by padded length: only equal lengths are encoded together."""
-
-    def __init__(self, bucket: Bucket):
-        self._bucket = bucket
-        self._tasks_by_length: dict[int, deque[Task]] = {
-            length: deque() for length in bucket.lengths
-        }
-
-    def __len__(self) -> int:
-        return sum(map(len, self._tasks_by_length.values()))
-
-    def add(self, task: Task) -> None:
-        self._tasks_by_length[self._bucket.padded_source_length(task.sentence)].append(task)
-
-    def next_group(self) -> deque[Task]:
-        """Return the tasks that can be encoded together with the oldest task."""
-        lengths = [tasks for tasks in self._tasks_by_length.values() if tasks]
-        return min(lengths, key=lambda tasks: tasks[0].arrival_number, default=deque())
-
-    def drop_canceled(self) -> None:
-        for length, tasks in self._tasks_by_length.items():
-            self._tasks_by_length[length] = deque(
-                task for task in tasks if not task.future.cancelled()
-            )
-
-
 class TaskQueue:
     """Unfinished sentences of one device, or of several that share them. Thread-safe.
 
     Attributes:
-      changed: condition that is notified of new sentences, of ``stop`` and of ``notify``.
+      changed: condition that is notified of new sentences, more compiled searches, and ``stop``.
       failure: the reason of ``stop``, if it was called.
       num_devices: number of schedulers that take sentences.
     """
@@ -170,59 +142,59 @@ class TaskQueue:
         self.changed = threading.Condition()
         self.failure: Exception | None = None
         self.num_devices = 0
-        self._waiting = {bucket: _WaitingTasks(bucket) for bucket in buckets}
+        # Waiting tasks, oldest first, with their padded lengths.
+        self._waiting: dict[Bucket, dict[Task, int]] = {bucket: {} for bucket in buckets}
         self._unfinished: dict[Bucket, set[Task]] = {bucket: set() for bucket in buckets}
-        self._num_submitted = 0
 
     def submit(self, sentence: Sentence, bucket: Bucket) -> Future[list[Hypothesis]]:
         """Add a sentence. Returns a future for its hypotheses (see ``Engine.search``)."""
+        task = Task(sentence)
         with self.changed:
-            self._num_submitted += 1
-            task = Task(sentence, self._num_submitted)
             if self.failure:
                 task.fail(self.failure)
-            else:
-                unfinished = self._unfinished[bucket]
-                unfinished.add(task)
-                task.future.add_done_callback(lambda _: unfinished.discard(task))
-                self._waiting[bucket].add(task)
+                return task.future
+            self._waiting[bucket][task] = bucket.padded_source_length(sentence)
+            self._unfinished[bucket].add(task)
+            task.future.add_done_callback(lambda _: self._remove(task, bucket))
             self.changed.notify_all()
         return task.future
 
-    def take_waiting(self, bucket: Bucket, count: int) -> list[Task]:
-        """Take up to ``count`` waiting sentences of one padded length, the oldest first."""
+    def _remove(self, task: Task, bucket: Bucket) -> None:
+        """Remove a task that is finished, failed or canceled."""
         with self.changed:
-            tasks = self._waiting[bucket].next_group()
-            return [tasks.popleft() for _ in range(min(count, len(tasks)))]
+            self._waiting[bucket].pop(task, None)
+            self._unfinished[bucket].discard(task)
 
-    def drop_canceled(self) -> None:
-        """Drop the waiting sentences whose futures are canceled."""
+    def next_group(self, bucket: Bucket, count: int) -> list[Task]:
+        """Return up to ``count`` waiting tasks, the oldest one first, that can be encoded together
+        because their padded length is the same.
+        """
         with self.changed:
-            for waiting in self._waiting.values():
-                waiting.drop_canceled()
+            waiting = self._waiting[bucket]
+            length = next(iter(waiting.values()), None)
+            group = (task for task, padded_length in waiting.items() if padded_length == length)
+            return list(islice(group, count))
+
+    def take_waiting(self, bucket: Bucket, count: int) -> list[Task]:
+        """Take the ``next_group`` of waiting tasks."""
+        with self.changed:
+            tasks = self.next_group(bucket, count)
+            for task in tasks:
+                del self._waiting[bucket][task]
+        return tasks
 
     def stop(self, failure: Exception) -> None:
         """Fail all unfinished and later sentences with ``failure``."""
         with self.changed:
             self.failure = self.failure or failure
             for tasks in self._unfinished.values():
-                for task in list(tasks):  # other threads remove tasks that end meanwhile
+                for task in list(tasks):  # ``fail`` removes it from ``tasks``
                     task.fail(self.failure)
-            self.changed.notify_all()
-
-    def notify(self) -> None:
-        """Wake the threads that wait for ``changed``: more sentences can be searched."""
-        with self.changed:
             self.changed.notify_all()
 
     def waiting(self, bucket: Bucket) -> int:
         """Return the number of a bucket's sentences that wait for a row."""
         return len(self._waiting[bucket])
-
-    def largest_batch(self, bucket: Bucket) -> int:
-        """Return the number of sentences that can be encoded together with the oldest one."""
-        with self.changed:
-            return len(self._waiting[bucket].next_group())
 
     def share_of_device(self, bucket: Bucket) -> int:
         """Return each device's share of a bucket's unfinished sentences."""
@@ -265,7 +237,8 @@ class Scheduler:
         whether there are more.
         """
         has_more = batch.compile_next()
-        self.queue.notify()
+        with self.queue.changed:
+            self.queue.changed.notify_all()
         return has_more
 
     def wait_for_work(self) -> bool:
@@ -285,7 +258,6 @@ class Scheduler:
 
     def step(self) -> None:
         """Admit waiting sentences, decode a few steps and read the results, for each bucket."""
-        self.queue.drop_canceled()
         busy_batches = self._busy_batches()
         for batch in busy_batches:
             num_running = len(batch.running)
@@ -326,7 +298,7 @@ class Scheduler:
         bucket has work, a full batch of encoded sentences can wait for rows in ``decode``.
         """
         count = batch.encode_batch_size
-        is_full = self.queue.largest_batch(batch.bucket) >= count
+        is_full = len(self.queue.next_group(batch.bucket, count)) == count
         if others_are_idle and is_full and batch.num_rows == batch.bucket.num_rows:
             return count
         return min(count, num_idle)

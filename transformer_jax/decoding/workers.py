@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ class Workers:
     sources, more rows and other devices.
 
     Attributes:
-      failure: the error that stopped the search, if any; unfinished and later futures raise it.
       queue: the sentences.
       schedulers: one for each device.
     """
@@ -44,7 +44,6 @@ class Workers:
         """Prepare one thread for each device, whose batches have the same buckets in the same
         order. ``bucket_of`` finds a sentence's bucket.
         """
-        self.failure: SearchFailed | None = None
         self._bucket_of = bucket_of
         self._buckets = [batch.bucket for batch in batches_of_devices[0]]
         self.queue = TaskQueue(self._buckets)
@@ -76,8 +75,7 @@ class Workers:
 
     def stop(self, reason: str) -> None:
         """Stop the search. Unfinished and later futures fail with ``reason``."""
-        self.failure = self.failure or SearchFailed(reason)
-        self.queue.stop(self.failure)
+        self.queue.stop(SearchFailed(reason))
 
     def close(self) -> None:
         """Stop the search threads. A compilation in progress ends by itself."""
@@ -106,11 +104,6 @@ class Workers:
         return self.queue.submit(sentence, self.bucket_of(sentence))
 
     @property
-    def num_waiting(self) -> int:
-        """Number of sentences waiting for a batch row."""
-        return self.queue.num_waiting
-
-    @property
     def num_running(self) -> int:
         """Number of occupied rows."""
         return sum(scheduler.num_running for scheduler in self.schedulers)
@@ -129,19 +122,19 @@ class Workers:
     def _compile(self) -> None:
         """Compile all other searches, few rows first, until ``stop``."""
         start = time.perf_counter()
-        batches_to_compile = [
+        batches_to_compile = deque(
             (scheduler, scheduler.batches[index])
             for index in range(len(self._buckets))
             for scheduler in self.schedulers
-        ]
+        )
         with self._stopping_at_errors():
             while batches_to_compile:
-                for scheduler, batch in list(batches_to_compile):
-                    if self.failure:
-                        return
-                    if not scheduler.compile_next(batch):
-                        batches_to_compile.remove((scheduler, batch))
-                    return_free_memory()
+                if self.queue.failure:
+                    return
+                scheduler, batch = batches_to_compile.popleft()
+                if scheduler.compile_next(batch):
+                    batches_to_compile.append((scheduler, batch))
+                return_free_memory()
             logger.info("Compiled all searches in %.0f s.", time.perf_counter() - start)
 
     @contextmanager

@@ -76,7 +76,7 @@ class Service:
     @property
     def status(self) -> ServerState:
         """Current status; "failed" if any search has failed."""
-        if any(model.workers.failure for model in self._distinct_models):
+        if any(model.workers.queue.failure for model in self._distinct_models):
             return "failed"
         return self._status
 

@@ -144,23 +144,9 @@ class CTranslate2Batch(RunningBatch):
         self._unread: list[tuple[Task, Any]] = []
 
     @property
-    def encode_batch_size(self) -> int:
-        """Maximum number of sentences in a call of ``decode``."""
-        return self.num_rows
-
-    @property
     def running(self) -> list[Task]:
         """The tasks that ``read`` has not finished."""
         return [task for task, _ in self._unread]
-
-    @property
-    def is_ready(self) -> bool:
-        """True: CTranslate2 does not compile."""
-        return True
-
-    def compile_next(self) -> bool:
-        """Do nothing."""
-        return False
 
     def resize(self, count: int) -> None:
         """Take at most this worker's share of the sentences, so that no worker is idle."""
@@ -177,6 +163,3 @@ class CTranslate2Batch(RunningBatch):
         for task, handle in self._unread:
             task.finish(self._engine.hypotheses(handle))
         self._unread.clear()
-
-    def release(self) -> None:
-        """Do nothing: CTranslate2 keeps no rows."""
