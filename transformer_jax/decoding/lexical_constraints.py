@@ -145,48 +145,30 @@ def allocate_beam(
     candidate whose terms fit into the ``num_remaining_B`` tokens before EOS (with 0 remaining
     tokens: a). Thus all terms are met if they fit.
     """
-    banks = _sort_into_banks(num_needed_BX, log_probs_BX, ends_BX)
-    is_possible_BX = banks.log_probs_BX > IMPOSSIBLE / 2
-    score_BX = banks.log_probs_BX - _COST_OF_NEEDED_TOKEN * banks.num_needed_BX
-    sort_key_BX = score_BX - _ROUND_GAP * banks.rank_BX
-
-    is_feasible_BX = is_possible_BX & (banks.num_needed_BX <= num_remaining_B[:, None])
-    best_B1 = jnp.where(is_feasible_BX, score_BX, -jnp.inf).max(axis=1, keepdims=True)
-    sort_key_BX = jnp.where(is_feasible_BX & (score_BX == best_B1), _ROUND_GAP, sort_key_BX)
-
-    is_end_BX = banks.ends_BX & is_possible_BX & (banks.rank_BX < beam_size)
-    end_key_BX = 1e6 - 1e3 * banks.num_needed_BX - banks.rank_BX
-    sort_key_BX = jnp.where(is_end_BX, end_key_BX, sort_key_BX)
-
-    _, columns_BC = jax.lax.top_k(sort_key_BX, 2 * beam_size)
-    return jnp.take_along_axis(banks.original_column_BX, columns_BC, axis=1)
-
-
-class _Banks(NamedTuple):
-    """Candidates by bank and, in a bank, by log-probability."""
-
-    num_needed_BX: Array
-    log_probs_BX: Array
-    ends_BX: Array
-    original_column_BX: Array
-    rank_BX: Array
-    """Position in the bank; 0 is the best candidate."""
-
-
-def _sort_into_banks(num_needed_BX: Array, log_probs_BX: Array, ends_BX: Array) -> _Banks:
     column_BX = jax.lax.broadcasted_iota(jnp.int32, num_needed_BX.shape, 1)
+    # Candidates by bank and, in a bank, by log-probability.
     num_needed_BX, negative_log_probs_BX, original_column_BX, ends_BX = jax.lax.sort(
         (num_needed_BX, -log_probs_BX, column_BX, ends_BX), num_keys=2
     )
+    log_probs_BX = -negative_log_probs_BX
     is_best_BX = jnp.diff(num_needed_BX, axis=1, prepend=-1) != 0
     start_of_bank_BX = jax.lax.cummax(jnp.where(is_best_BX, column_BX, 0), axis=1)
-    return _Banks(
-        num_needed_BX,
-        -negative_log_probs_BX,
-        ends_BX,
-        original_column_BX,
-        rank_BX=column_BX - start_of_bank_BX,
-    )
+    rank_BX = column_BX - start_of_bank_BX
+
+    is_possible_BX = log_probs_BX > IMPOSSIBLE / 2
+    score_BX = log_probs_BX - _COST_OF_NEEDED_TOKEN * num_needed_BX
+    sort_key_BX = score_BX - _ROUND_GAP * rank_BX
+
+    is_feasible_BX = is_possible_BX & (num_needed_BX <= num_remaining_B[:, None])
+    best_B1 = jnp.where(is_feasible_BX, score_BX, -jnp.inf).max(axis=1, keepdims=True)
+    sort_key_BX = jnp.where(is_feasible_BX & (score_BX == best_B1), _ROUND_GAP, sort_key_BX)
+
+    is_end_BX = ends_BX & is_possible_BX & (rank_BX < beam_size)
+    end_key_BX = 1e6 - 1e3 * num_needed_BX - rank_BX
+    sort_key_BX = jnp.where(is_end_BX, end_key_BX, sort_key_BX)
+
+    _, columns_BC = jax.lax.top_k(sort_key_BX, 2 * beam_size)
+    return jnp.take_along_axis(original_column_BX, columns_BC, axis=1)
 
 
 def _lengths_BKA(terms_BKAM: Array) -> Array:
