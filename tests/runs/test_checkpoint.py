@@ -25,10 +25,7 @@ from transformer_jax.evaluation import selection_score
 from transformer_jax.pretrained.loading import load_model
 from transformer_jax.runs import averaging, manifest
 from transformer_jax.runs import checkpoints as checkpoint_module
-from transformer_jax.runs.checkpoint_folder import (
-    complete_steps,
-    newest_intact,
-)
+from transformer_jax.runs.checkpoint_folder import complete_steps
 from transformer_jax.runs.checkpoints import Checkpoints
 from transformer_jax.runs.manifest import Manifest, delete_complete, write_manifest
 from transformer_jax.runs.model_folder import save_model
@@ -139,7 +136,7 @@ def _chosen(checkpoints: Checkpoints, step: int, training: TrainingConfig) -> li
 
 
 def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunctions) -> None:
-    assert newest_intact(checkpoints.folder) is None
+    assert checkpoints.newest() is None
     _save(checkpoints, run, 7, best_step=3)
     state, progress = checkpoints.restore(Manifest(checkpoints.path(7)), run.abstract_state)
     chex.assert_trees_all_equal(state, _state(run, 7))

@@ -13,7 +13,6 @@ Layout of a work directory, local or in an object store::
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ from transformer_jax.runs.manifest import PARAMETERS, Manifest
 from transformer_jax.storage.files import MANIFEST, AnyPath, files_in
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 
 def checkpoint_name(step: int) -> str:
     """Return the folder name of a checkpoint."""
@@ -40,29 +37,6 @@ def complete_steps(checkpoints: AnyPath) -> list[int]:
     """Return the steps of complete checkpoints in a ``checkpoints/`` folder, oldest first."""
     names = (name.partition("/") for name in files_in(checkpoints))
     return [int(step) for step, _, file in names if file == MANIFEST and step.isdigit()]
-
-
-def newest_intact(checkpoints: AnyPath) -> Manifest | None:
-    """Return the manifest of the newest intact checkpoint in a ``checkpoints/`` folder.
-
-    Returns None if the folder has no checkpoints. Raises ``UserError`` if all are corrupt.
-    """
-    steps = complete_steps(checkpoints)
-    for step in reversed(steps):
-        manifest = Manifest(checkpoints / checkpoint_name(step))
-        if not (reason := manifest.corruption()):
-            return manifest
-        logger.warning(
-            "Checkpoint %s is corrupt (%s); trying the previous checkpoint.",
-            manifest.folder,
-            reason,
-        )
-    if steps:
-        raise UserError(
-            f"All {len(steps)} checkpoints in {checkpoints} are corrupt. Restore one from a "
-            "backup, or start over in another --workdir."
-        )
-    return None
 
 
 def read_parameters(manifest: Manifest) -> Any:

@@ -23,7 +23,6 @@ from transformer_jax.runs.checkpoint_folder import (
     checkpoint_name,
     complete_steps,
     load_state,
-    newest_intact,
 )
 from transformer_jax.runs.manifest import Manifest, delete_complete, write_manifest
 from transformer_jax.runs.progress import Progress
@@ -79,7 +78,22 @@ class Checkpoints:
 
         Raises ``UserError`` if all are corrupt.
         """
-        return newest_intact(self.folder)
+        steps = complete_steps(self.folder)
+        for step in reversed(steps):
+            manifest = Manifest(self.path(step))
+            if not (reason := manifest.corruption()):
+                return manifest
+            logger.warning(
+                "Checkpoint %s is corrupt (%s); trying the previous checkpoint.",
+                manifest.folder,
+                reason,
+            )
+        if steps:
+            raise UserError(
+                f"All {len(steps)} checkpoints in {self.folder} are corrupt. Restore one from a "
+                "backup, or start over in another --workdir."
+            )
+        return None
 
     def path(self, step: int) -> AnyPath:
         """Return the folder of a step's checkpoint."""
@@ -135,23 +149,6 @@ class Checkpoints:
         state = dataclasses.replace(abstract_state, **fields)  # type: ignore[type-var]
         name = str(checkpoint.folder / MANIFEST)
         return state, Progress.parse(checkpoint.content.get("progress"), name)
-
-    def choose_average(
-        self,
-        best_step: int | None,
-        *,
-        stopped_early: bool,
-        dev_loss: Callable[[Any], float] | None,
-    ) -> tuple[list[int], Any]:
-        """Choose the checkpoints to average for the model (see ``averaging.choose_average``)."""
-        return averaging.choose_average(
-            self.folder,
-            broadcast_from_first(lambda: self.steps()[::-1]),
-            best_step,
-            self._owner.config.training,
-            stopped_early=stopped_early,
-            dev_loss=dev_loss,
-        )
 
     def _prepare_folder(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""

@@ -72,7 +72,7 @@ def read_model(folder: Path, name: str | Path) -> SavedModel:
         workdir = folder.parents[1]
     elif os.path.lexists(folder / MODEL):  # a dangling link too: it is not a missing model
         folder /= MODEL
-        _check_link(folder)
+        check_link(folder)
     elif steps := complete_steps(folder / "checkpoints"):
         folder = folder / "checkpoints" / checkpoint_name(steps[-1])
         note = "no model/ (training has not finished, or an earlier version ended it), so "
@@ -114,11 +114,12 @@ def save_model(
     write_model(folder, config, parameters, tokenizer, [])
 
 
-def _check_link(model: Path) -> None:
-    if not model.exists():
+def check_link(path: Path) -> None:
+    """Raise ``UserError`` for a link to nothing, which would be taken for a missing file."""
+    if path.is_symlink() and not path.exists():
         raise UserError(
-            f"{str(model)!r} is a link to {str(model.readlink())!r}, which does not exist. Restore "
-            "the model, or delete the link to load the newest checkpoint."
+            f"{str(path)!r} is a link to {str(path.readlink())!r}, which does not exist. Restore "
+            "it, or delete the link."
         )
 
 

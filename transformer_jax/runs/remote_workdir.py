@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 
 from transformer_jax.data.corpus import Corpus, open_corpus
-from transformer_jax.devices.distributed import is_first
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.runs.checkpoint_folder import complete_steps
 from transformer_jax.runs.checkpoints import Checkpoints, WorkdirTaken
@@ -55,9 +54,6 @@ class RemoteWorkdir(Workdir):
         if not needs_mirror(url):
             self.checkpoints = Checkpoints(self, self.store / "checkpoints")
 
-    def check_claim(self) -> None:
-        retry(self.store, super().check_claim)
-
     def open_corpus(self, fingerprint: str) -> Corpus:
         if open_corpus(self.path("corpus"), fingerprint) is None:
             copy_folder(self.store / "corpus" / fingerprint, self.path("corpus") / fingerprint)
@@ -69,10 +65,6 @@ class RemoteWorkdir(Workdir):
                 remote_corpus = self.store / "corpus" / fingerprint
                 self._push(mirror_folder, self.path("corpus") / fingerprint, remote_corpus)
         self.push_files()
-
-    def receive(self) -> None:
-        if not is_first():
-            self.pull()
 
     def finish(self) -> None:
         retry(self.store, self.push_files)

@@ -23,7 +23,7 @@ from transformer_jax.runs.checkpoint_folder import (
 )
 from transformer_jax.runs.checkpoints import Checkpoints, WorkdirTaken
 from transformer_jax.runs.manifest import PARAMETERS, Manifest, delete_complete
-from transformer_jax.runs.model_folder import write_model
+from transformer_jax.runs.model_folder import check_link, write_model
 from transformer_jax.settings.changes import (
     Difference,
     differences_on_resume,
@@ -39,6 +39,7 @@ from transformer_jax.storage.files import (
     local_path,
     locked,
     remove_folder,
+    retry,
     write_atomically,
 )
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ class Workdir:
     """Work directory of a run, on a local or shared disk.
 
     With several processes, process 0 calls ``open`` and ``publish``, then all others ``join`` and
-    ``receive``.
+    ``pull``.
 
     Attributes:
       config: the run's settings, with the sizes of its vocabularies. Set before the first save.
@@ -89,11 +90,6 @@ class Workdir:
     def path(self, name: str) -> Path:
         """Return the path of one of the run's files on this machine."""
         return self.folder / name
-
-    @property
-    def logs(self) -> Path:
-        """The folder of metrics.jsonl and the TensorBoard logs on this machine."""
-        return self.folder
 
     @contextmanager
     def open(self, config: Config, *, allow_changes: bool = False) -> Iterator[int | None]:
@@ -170,7 +166,7 @@ class Workdir:
 
     def check_claim(self) -> None:
         """Raise ``WorkdirTaken`` if another run has started in the same work directory."""
-        if read_claim(self.store) != self.claim_id:
+        if retry(self.store, lambda: read_claim(self.store)) != self.claim_id:
             raise WorkdirTaken(
                 f"Stopping because another run has started in {self}. Restart this run with "
                 "a different --workdir."
@@ -221,9 +217,6 @@ class Workdir:
         with these fingerprints.
         """
 
-    def receive(self) -> None:
-        """Get what process 0 published."""
-
     def finish(self) -> None:
         """Publish the model and the summary of a run that ends, in process 0."""
 
@@ -254,12 +247,7 @@ def _check_is_workdir(workdir: Workdir) -> None:
     """Raise ``UserError`` if another program wrote the files in the work directory."""
     store = workdir.store
     for name in ("checkpoints", MODEL, "config.json"):
-        link = workdir.path(name)
-        if link.is_symlink() and not link.exists():
-            raise UserError(
-                f"{str(link)!r} is a link to {str(link.readlink())!r}, which does not exist. "
-                "Restore it, or delete the link."
-            )
+        check_link(workdir.path(name))
     if kind_of(store / PARAMETERS) or 0 in workdir.checkpoints.steps():
         raise UserError(
             f"{str(store)!r} is a finished or imported model, which training does not modify. To "

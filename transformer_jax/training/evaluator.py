@@ -15,9 +15,10 @@ from flax import nnx
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.loader import load_batches, to_global_arrays
 from transformer_jax.data.sources import TextPair
-from transformer_jax.devices.distributed import allgather
+from transformer_jax.devices.distributed import allgather, broadcast_from_first
 from transformer_jax.devices.sharding import batch_sharding, replicated
 from transformer_jax.evaluation import METRICS, Evaluation, evaluate
+from transformer_jax.runs.averaging import choose_average
 from transformer_jax.settings.config import BatchConfig
 from transformer_jax.tokenization.languages import format_languages
 from transformer_jax.training.loss import LossSums
@@ -90,8 +91,12 @@ class Evaluator:
             assert plan is not None
             return means_per_token(self._loss(self._on_devices(average), plan))["loss"]
 
-        return self._run.checkpoints.choose_average(
+        checkpoints = self._run.checkpoints
+        return choose_average(
+            checkpoints.folder,
+            broadcast_from_first(lambda: checkpoints.steps()[::-1]),
             progress.best_step,
+            self._training_config,
             stopped_early=progress.early_stopping_triggered(self._training_config.patience),
             dev_loss=None if plan is None else dev_loss,
         )

@@ -60,7 +60,9 @@ def train(
     with (
         Watchdog() as watchdog,
         prepare(config, workdir, devices=devices, allow_changes=allow_changes) as run,
-        closing(Reporter(run.workdir.logs, run.config, start_step=int(run.state.step))) as reporter,
+        closing(
+            Reporter(run.workdir.folder, run.config, start_step=int(run.state.step))
+        ) as reporter,
     ):
         loop = _Loop(run, reporter, watchdog)
         with closing(CompileAhead(run)) as compiled:

@@ -233,7 +233,8 @@ def open_run(
 ) -> PreparedRun:
     """Open the tokenizer and corpora, and create or restore the state, in all processes."""
     with raise_on_any_process():
-        workdir.receive()
+        if not is_first():
+            workdir.pull()
         workdir.tokenizer = workdir.read_tokenizer()
         workdir.config = config = _with_model_of_run(config, workdir)
         corpora = {name: workdir.open_corpus(corpus) for name, corpus in fingerprints.items()}
