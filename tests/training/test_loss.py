@@ -14,7 +14,7 @@ from reference import against_reference
 
 from transformer_jax.devices.sharding import batch_sharding, make_mesh, replicated
 from transformer_jax.errors import UserError
-from transformer_jax.settings.config import LossSettings, MeshConfig
+from transformer_jax.settings.config import MeshConfig
 from transformer_jax.training import loss as loss_module
 from transformer_jax.training.loss import LossSums, _loss, _StaticArguments
 from transformer_jax.training.two_passes import TwoPasses
@@ -383,7 +383,7 @@ def test_bfloat16_gradients_do_not_depend_on_the_size_of_chunks(backend: str) ->
     dtype = jnp.dtype(jnp.bfloat16)
     gradients = []
     for max_logits in (64, 5 * 64, 10**6):  # chunks of 1, 5 and all positions
-        static = _StaticArguments(LossSettings(), 0, max_logits, dtype, None, None, backend)
+        static = _StaticArguments(0.1, 0, max_logits, dtype, None, None, backend)
         gradients.append(
             jax.grad(lambda h, m, s=static: _loss(s, target, (h, m, None)).loss, (0, 1))(
                 hidden, matrix
@@ -431,7 +431,7 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float, backend: str) -> None:
 
     def ours(h: jax.Array, m: jax.Array) -> tuple[jax.Array, LossSums]:
         settings = _StaticArguments(
-            LossSettings(label_smoothing=0.1),
+            0.1,
             0,
             5 * 500,
             jnp.dtype(jnp.bfloat16),

@@ -18,7 +18,6 @@ from transformer_jax.devices.sharding import BATCH_AXES
 from transformer_jax.errors import UserError
 from transformer_jax.model.matmul import einsum
 from transformer_jax.settings.checks import Count, Fraction, checked
-from transformer_jax.settings.config import LossSettings
 from transformer_jax.training.two_passes import TwoPasses
 
 
@@ -38,7 +37,7 @@ MAX_LOGITS: int | None = None
 class _StaticArguments(NamedTuple):
     """What a compiled loss depends on."""
 
-    settings: LossSettings
+    label_smoothing: float
     pad_id: int
     max_logits: int | None
     logits_dtype: jnp.dtype
@@ -58,6 +57,7 @@ _MaxAndSum = tuple[Array, Array]
 
 
 @checked
+@jax.named_scope("loss")
 def smoothed_cross_entropy(
     hidden_BTD: Array,
     matrix_VD: Array,
@@ -95,34 +95,9 @@ def smoothed_cross_entropy(
     Raises:
       UserError: the gradient of ``nll`` is requested.
     """
-    return target_token_loss(
-        hidden_BTD,
-        matrix_VD,
-        target_BT,
-        LossSettings(label_smoothing=label_smoothing),
-        pad_id=pad_id,
-        bias_V=bias_V,
-        mesh=mesh,
-        passes=passes,
-    )
-
-
-@jax.named_scope("loss")
-def target_token_loss(
-    hidden_BTD: Array,
-    matrix_VD: Array,
-    target_BT: Array,
-    settings: LossSettings,
-    *,
-    pad_id: int,
-    bias_V: Array | None,
-    mesh: Mesh | None,
-    passes: TwoPasses | None,
-) -> LossSums:
-    """Compute ``smoothed_cross_entropy`` with all ``LossSettings`` of target tokens."""
     backend = jax.default_backend()
     dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
-    static = _StaticArguments(settings, pad_id, MAX_LOGITS, dtype, mesh, passes, backend)
+    static = _StaticArguments(label_smoothing, pad_id, MAX_LOGITS, dtype, mesh, passes, backend)
     return _loss(static, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
@@ -276,7 +251,7 @@ def _from_logits(
     static: _StaticArguments, logits_LV: Array, mean_L: Array, target_L: Array
 ) -> tuple[LossSums, Array]:
     """Compute the loss sums of a chunk, and the gradient of ``loss`` with respect to its logits."""
-    epsilon = static.settings.label_smoothing
+    epsilon = static.label_smoothing
     shard_size = logits_LV.shape[-1]
     vocab_size = shard_size * static.vocab_shards
     # The loss of an id outside the vocabulary is NaN; indices below 0 would count from the end.

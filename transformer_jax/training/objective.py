@@ -16,7 +16,7 @@ from transformer_jax.model.matmul import compute_dtype
 from transformer_jax.model.transformer import abstract_model
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import LossSettings, ModelConfig
-from transformer_jax.training.loss import LossSums, target_token_loss
+from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
 from transformer_jax.training.two_passes import CUT_ID, repeat_rows, two_passes
 
 Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_dict
@@ -54,11 +54,11 @@ def loss_and_sums(
             target_segments_BT=batch.target_segments_BT,
             dropout_key=dropout_key,
         )
-    sums = target_token_loss(
+    sums = smoothed_cross_entropy(
         hidden_BTD.astype(compute_dtype(config)),
         nnx.merge(graph, parameters).output_matrix_VD,
         batch.target_BT,
-        settings,
+        label_smoothing=settings.label_smoothing,
         pad_id=config.pad_id,
         bias_V=model.output_bias_V,
         mesh=mesh,
