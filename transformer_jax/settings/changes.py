@@ -72,24 +72,7 @@ def fields_that_differ(differences: Sequence[Difference]) -> str:
 
 def changeable_settings() -> str:
     """List the settings that a run can change under ``--allow-changes``, for its help text."""
-    sections: dict[str, list[str]] = {}
-    for name in ROLES:
-        section, _, field = name.rpartition(".")
-        sections.setdefault(section, []).append(field)
-    parts = []
-    for section, fields in sections.items():
-        changeable = [
-            field
-            for field in fields
-            if section and ROLES[f"{section}.{field}"].on_resume == "changeable"
-        ]
-        fixed = [field for field in fields if field not in changeable]
-        if len(fixed) < len(changeable):
-            note = f" (except {' and '.join(fixed)})" if fixed else ""
-            parts.append(f"{section}.*{note}")
-        else:
-            parts += [f"{section}.{field}" for field in changeable]
-    return ", ".join(parts)
+    return ", ".join(name for name, role in ROLES.items() if role.on_resume == "changeable")
 
 
 def _has_effect(difference: Difference, old: Config, new: Config) -> bool:
