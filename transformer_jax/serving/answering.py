@@ -26,16 +26,13 @@ Task = asyncio.Task[list[Translation]]
 _EVENT_ADAPTER = TypeAdapter(SentenceEvent)
 
 
+@dataclass(frozen=True)
 class PlannedText:
-    """A text of a query.
+    """A text of a query."""
 
-    Attributes:
-      tasks: one for each part of the plan.
-    """
-
-    def __init__(self, plan: Plan, tasks: Sequence[Task]):
-        self.plan = plan
-        self.tasks = tasks
+    plan: Plan
+    tasks: Sequence[Task]
+    """One for each part of the plan."""
 
     @property
     def translations(self) -> list[list[Translation]]:
@@ -54,10 +51,7 @@ class PendingAnswer:
     async def full_response(self) -> bytes:
         """Wait for the complete response. Returns it as JSON."""
         tasks = [task for text in self.texts for task in text.tasks]
-        if len(tasks) == 1:
-            await tasks[0]
-        else:
-            await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
         if self.query.is_short:
             return self._response()
         return await asyncio.to_thread(self._response)

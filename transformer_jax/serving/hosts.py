@@ -7,8 +7,8 @@ addresses are always accepted. Health checks and scrapes can use any name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any
 
@@ -18,6 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 # Their responses contain no text, only counts.
 _PATHS_OF_PROBES = "/health", "/metrics"
+
+_LOCAL_HOST = re.compile(
+    r"(localhost|\d+(\.\d+){3}|\[[\da-f.]*:[\da-f:.]*\])(:\d+)?", re.ASCII | re.IGNORECASE
+)
+"""localhost or an IP address, with or without a port. No other name has these forms."""
 
 
 def allowed_hosts(flag: Sequence[str], host: str, address: str) -> Sequence[str]:
@@ -39,23 +44,6 @@ class HostCheck:
         app = self._checked
         if scope["type"] == "http":
             is_probe = scope["path"] in _PATHS_OF_PROBES
-            if is_probe or _is_local(Headers(scope=scope).get("host", "")):
+            if is_probe or _LOCAL_HOST.fullmatch(Headers(scope=scope).get("host", "")):
                 app = self._app
         await app(scope, receive, send)
-
-
-@lru_cache(maxsize=64)
-def _is_local(host: str) -> bool:
-    """Whether a Host header is localhost or an IP address, with or without a port."""
-    name, _, port = host.rpartition(":")
-    if host.endswith("]") or not port.isdigit():
-        name = host
-    if name.lower() == "localhost":
-        return True
-    if name.startswith("[") != name.endswith("]"):
-        return False
-    try:
-        address = ip_address(name.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return (address.version == 6) == name.startswith("[")
