@@ -10,12 +10,7 @@ from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
-from transformer_jax.decoding.search import (
-    NextToken,
-    SearchMethod,
-    SearchState,
-    add_tokens,
-)
+from transformer_jax.decoding.search import NextToken, SearchMethod, SearchState, add_tokens
 from transformer_jax.settings.checks import PositiveInt
 from transformer_jax.settings.config import SamplingSettings
 

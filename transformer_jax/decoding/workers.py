@@ -11,12 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from transformer_jax.decoding.length_buckets import Bucket
-from transformer_jax.decoding.scheduler import (
-    RunningBatch,
-    Scheduler,
-    SearchFailed,
-    TaskQueue,
-)
+from transformer_jax.decoding.scheduler import RunningBatch, Scheduler, SearchFailed, TaskQueue
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.devices.machine import return_free_memory
 from transformer_jax.errors import UserError, one_line

@@ -19,11 +19,7 @@ import jax.numpy as jnp
 from transformer_jax.devices.distributed import broadcast_from_first, is_first
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.runs import averaging
-from transformer_jax.runs.checkpoint_folder import (
-    checkpoint_name,
-    complete_steps,
-    load_state,
-)
+from transformer_jax.runs.checkpoint_folder import checkpoint_name, complete_steps, load_state
 from transformer_jax.runs.manifest import Manifest, delete_complete, write_manifest
 from transformer_jax.runs.progress import Progress
 from transformer_jax.settings.config import Config

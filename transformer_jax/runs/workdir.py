@@ -17,18 +17,11 @@ from transformer_jax.devices.distributed import broadcast_from_first
 from transformer_jax.devices.sharding import parameters_by_name
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.model.matmul import compute_dtype
-from transformer_jax.runs.checkpoint_folder import (
-    checkpoint_name,
-    load_tokenizer,
-)
+from transformer_jax.runs.checkpoint_folder import checkpoint_name, load_tokenizer
 from transformer_jax.runs.checkpoints import Checkpoints, WorkdirTaken
 from transformer_jax.runs.manifest import PARAMETERS, Manifest, delete_complete
 from transformer_jax.runs.model_folder import check_link, write_model
-from transformer_jax.settings.changes import (
-    Difference,
-    differences_on_resume,
-    fields_that_differ,
-)
+from transformer_jax.settings.changes import Difference, differences_on_resume, fields_that_differ
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import from_json, to_json
 from transformer_jax.storage.files import (

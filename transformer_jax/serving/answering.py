@@ -11,13 +11,7 @@ from pydantic import TypeAdapter
 
 from transformer_jax import Translation
 from transformer_jax.serving.flags import Pair
-from transformer_jax.serving.schema import (
-    Answer,
-    Detected,
-    Query,
-    SentenceEvent,
-    SentenceResponse,
-)
+from transformer_jax.serving.schema import Answer, Detected, Query, SentenceEvent, SentenceResponse
 from transformer_jax.translation.plan import Plan
 from transformer_jax.translation.sentences import SentenceJoiner
 

@@ -24,13 +24,7 @@ from transformer_jax.serving.answering import PendingAnswer
 from transformer_jax.serving.hosts import HostCheck
 from transformer_jax.serving.query_reader import read_query
 from transformer_jax.serving.rejected import RequestRejected
-from transformer_jax.serving.schema import (
-    Answer,
-    Error,
-    Language,
-    Status,
-    request_body,
-)
+from transformer_jax.serving.schema import Answer, Error, Language, Status, request_body
 from transformer_jax.serving.service import FAILED, Service
 
 logger = logging.getLogger(__name__)

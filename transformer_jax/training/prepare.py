@@ -39,9 +39,7 @@ from transformer_jax.runs.manifest import Manifest
 from transformer_jax.runs.progress import Progress
 from transformer_jax.runs.remote_workdir import open_workdir
 from transformer_jax.runs.workdir import Workdir
-from transformer_jax.settings.changes import (
-    settings_of_all_processes,
-)
+from transformer_jax.settings.changes import settings_of_all_processes
 from transformer_jax.settings.config import Config
 from transformer_jax.tokenization.subword_sampling import subword_sampling
 from transformer_jax.tokenization.tokenizer import Tokenizer
