@@ -60,7 +60,6 @@ class CompileAhead:
         While waiting, calls ``show`` with the compilation progress. Raises the compiler's error for
         any compiled shape, or ``UserError`` if a shape does not fit into memory.
         """
-        self.before_collectives(show)
         compiled = [step for step in self._compiled_steps.values() if step.done()]
         self._wait([*compiled, self._compiled_steps[shape]], show)
         return self._compiled_steps[shape].result()
@@ -71,7 +70,6 @@ class CompileAhead:
         They must not run collectives while they compile.
         """
         if self._compile_all_first:
-            self._compile_all_first = False
             # On CPUs, a collective waits only 30 s for slower processes.
             with raise_on_any_process():
                 self._wait(list(self._compiled_steps.values()), show)
