@@ -93,8 +93,9 @@ def test_an_export_is_replaced_if_it_is_stale_or_corrupt(
     (folder / "config.json").unlink()
     _, messages = choose()
     assert "the export is corrupt" in messages
-    (folder / "export.json").write_text("{")
-    folder.rename(tmp_path / ".ctranslate2" / "model~")  # as a killed process leaves it
+    (folder / "manifest.json").write_text("{")
+    assert "there is no export yet" in choose()[1]
+    (folder / "manifest.json").unlink()  # as a killed process leaves it
     repaired, messages = choose()
     assert "there is no export yet" in messages
     assert translations(repaired, model, tokenizer) == translations(first, model, tokenizer)
@@ -132,7 +133,7 @@ def test_what_ctranslate2_cannot_do_is_done_by_jax(choose, model, tokenizer, mon
         ({"model": Ensemble([model, model])}, "CTranslate2 has no ensembles"),
         ({"model": relative}, "model.positions is 'relative'; expected 'interleaved' or"),
         ({"model": wide}, "model.d_k is 4; expected model.d_model / model.num_heads"),
-        ({"model": broken}, "softmax_matrix has NaN or infinite values"),
+        ({"model": broken}, "1 NaN or infinite values in softmax_matrix"),
     ]
     for changes, reason in cases:
         engine, messages = choose(**changes)

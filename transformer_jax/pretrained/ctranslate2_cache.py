@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,26 +17,19 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.devices.sharding import parameters_by_name
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.pretrained.ctranslate2 import export_ctranslate2, position_table_length
+from transformer_jax.pretrained.weights import check_finite
+from transformer_jax.runs.manifest import Manifest, delete_complete, write_manifest
 from transformer_jax.runs.mirror import cached_folder
 from transformer_jax.settings.config import Config
-from transformer_jax.storage.files import (
-    checksums,
-    files_in,
-    locked,
-    parse_object,
-    remove_folder,
-    write_atomically,
-)
+from transformer_jax.storage.files import locked, new_folder
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = ".ctranslate2"  # hidden, so that it is not copied with a work directory
 _MODEL = "model"
-_RECORD = "export.json"
 
 
 @contextmanager
@@ -60,7 +52,10 @@ def current_export(
         problem = _problem(folder, fingerprint)
         if problem:
             logger.info("Exporting the model to CTranslate2: %s.", problem)
-            _export(folder, fingerprint, config, model, tokenizer)
+            delete_complete(folder)
+            with new_folder(str(folder), "workdir"):
+                export_ctranslate2(config, model, tokenizer, folder)
+                write_manifest(folder, config, tokenizer, {"fingerprint": fingerprint})
         yield folder
 
 
@@ -83,10 +78,7 @@ def _fingerprint(config: Config, model: Transformer, tokenizer: Tokenizer) -> st
     parameters = parameters_by_name(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     for name, parameter in parameters.items():
         x = np.ascontiguousarray(parameter)
-        if not np.isfinite(x.sum(dtype=np.float64)):
-            raise UserError(
-                f"The parameter {name} has NaN or infinite values; expected finite numbers."
-            )
+        check_finite(x, "The model has", name)
         digest.update(name.encode())
         digest.update(x.data)
     return digest.hexdigest()
@@ -94,36 +86,9 @@ def _fingerprint(config: Config, model: Transformer, tokenizer: Tokenizer) -> st
 
 def _problem(folder: Path, fingerprint: str) -> str:
     """Return the reason that an export cannot be used, or ""."""
-    try:
-        record = parse_object(
-            (folder / _RECORD).read_bytes(), _RECORD, fingerprint=str, checksums=dict
-        )
-    except (OSError, UserError):
+    manifest = Manifest(folder)
+    if not manifest.content:  # or it is incomplete
         return "there is no export yet"
-    if record["fingerprint"] != fingerprint:
+    if manifest.content.get("fingerprint") != fingerprint:
         return "the model, its settings or a version has changed"
-    try:
-        is_intact = checksums(folder, record["checksums"]) == record["checksums"]
-    except OSError:
-        is_intact = False
-    return "" if is_intact else "the export is corrupt"
-
-
-def _export(
-    folder: Path, fingerprint: str, config: Config, model: Transformer, tokenizer: Tokenizer
-) -> None:
-    """Replace an export. The folder gets its name once complete."""
-    temporary = folder.with_name(f"{_MODEL}~")
-    remove_folder(temporary)  # left by a killed process
-    try:
-        temporary.mkdir()
-        export_ctranslate2(config, model, tokenizer, temporary)
-        record = {
-            "fingerprint": fingerprint,
-            "checksums": checksums(temporary, files_in(temporary)),
-        }
-        write_atomically(temporary / _RECORD, json.dumps(record))
-        remove_folder(folder)
-        temporary.rename(folder)
-    finally:
-        remove_folder(temporary)
+    return "the export is corrupt" if manifest.corruption() else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,15 +18,9 @@ _SETTING_NAMES = {
     "min_length": ("min_new_tokens", 0, "min_decoding_length"),
     "no_repeat_ngram": ("no_repeat_ngram_size", 0, "no_repeat_ngram_size"),
 }
-# Other settings that other libraries have in some form, or that are not part of a model's search.
-_OTHER_SETTINGS = {
-    *("length_offset", "patience", "suppress"),
-    *("max_length", "max_extra_length", "max_source_length"),
-    *("method", "temperature", "top_k", "top_p", "seed"),
-    *("batch_size", "weights"),
-}
-# Settings that change nothing without ``do_sample``.
-_SAMPLING_SETTINGS = {
+# Other settings in generation_config.json that are handled elsewhere or irrelevant here.
+_IGNORED_SETTINGS = {
+    # of sampling (do_sample is an error)
     "temperature",
     "top_k",
     "top_p",
@@ -36,9 +29,7 @@ _SAMPLING_SETTINGS = {
     "typical_p",
     "epsilon_cutoff",
     "eta_cutoff",
-}
-# Other settings in generation_config.json that are handled elsewhere or irrelevant here.
-_IGNORED_SETTINGS = {
+    # of all searches
     "bad_words_ids",
     "max_length",
     "max_new_tokens",
@@ -92,11 +83,8 @@ _CTRANSLATE2_PATIENCE = 2.0
 
 
 def to_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the contents of ``generation_config.json``. Raises ``UserError`` for a search that
-    transformers does not have.
-    """
+    """Return the contents of ``generation_config.json``."""
     decoding = config.decoding
-    _check_settings(decoding, "transformers")
     return {
         **{
             foreign_name: getattr(decoding, name)
@@ -114,11 +102,8 @@ def to_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return keyword arguments for ``translate_batch``. Raises ``UserError`` for a search that
-    CTranslate2 does not have.
-    """
+    """Return keyword arguments for ``translate_batch``."""
     decoding = config.decoding
-    _check_settings(decoding, "CTranslate2")
     max_source_length, max_target_length = length_limits(config)
     suppressed_tokens = tokenizer.target.tokens(_suppressed_ids(decoding, tokenizer))
     return {
@@ -131,17 +116,6 @@ def to_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
         "max_decoding_length": max_target_length,
         "suppress_sequences": [[token] for token in suppressed_tokens],
     }
-
-
-def _check_settings(decoding: DecodingConfig, library: str) -> None:
-    """Raise ``UserError`` for a setting in use that ``library`` would ignore."""
-    for field in dataclasses.fields(decoding):
-        value = getattr(decoding, field.name)
-        if field.name not in _SETTING_NAMES.keys() | _OTHER_SETTINGS and value != field.default:
-            raise UserError(
-                f"decoding.{field.name} is {value!r}, which {library} does not have; expected "
-                f"{field.default!r}."
-            )
 
 
 def from_transformers(
@@ -158,14 +132,9 @@ def from_transformers(
     Raises:
       UserError: a setting or value is unsupported.
     """
-    ignored = (
-        _SUPPORTED_SETTINGS
-        if settings.get("do_sample")
-        else _SUPPORTED_SETTINGS | _SAMPLING_SETTINGS
-    )
     for name, value in settings.items():
         is_off = not value or (name in _OFF_AT_1 and value == 1)
-        if not is_off and name not in ignored:
+        if not is_off and name not in _SUPPORTED_SETTINGS:
             raise _unsupported(name, value, file)
     for name in ("forced_bos_token_id", "eos_token_id", "decoder_start_token_id"):
         value = settings.get(name)
