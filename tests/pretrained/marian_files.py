@@ -124,7 +124,7 @@ def write(shape: str, folder: Path) -> None:
     """
     folder.mkdir(parents=True)
     models = [_sentencepiece(LINES), _sentencepiece([line.upper() for line in LINES])]
-    pieces = [SentencePieceSegmenter(model).pieces for model in models]
+    pieces = [[*SentencePieceSegmenter(model).ids] for model in models]
     names = ["source.spm", "target.spm"]
     for name, model in zip(names, models):
         (folder / name).write_bytes(model)

@@ -207,7 +207,7 @@ def test_only_new_rows_change_from_their_relatives(tuned: Tuned) -> None:
 
 
 def test_the_language_is_recorded_and_chosen(tuned: Tuned) -> None:
-    assert tuned.new in Tokenizer.load_languages(tuned.run)
+    assert tuned.new in Tokenizer.load(tuned.run).languages.tokens
     assert len(set(map(tuple, tuned.translations))) > 1
     if tuned.case != "madlad":  # where a tag stands before the source
         assert {ids[0] for ids in tuned.translations} == {tuned.new_id}

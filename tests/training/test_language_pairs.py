@@ -115,7 +115,7 @@ def test_metrics_summary_and_report_have_bleu_and_chrf_of_each_pair(
     lines = (tmp_path / "text" / "test.en").read_text().splitlines()[:2]
     as_tag = translator.translate([f"<2de> {line}" for line in lines])
     assert translator.translate([Request(line, target_language="de") for line in lines]) == as_tag
-    assert Tokenizer.load_languages(tmp_path / "run" / "model") == ["en", "de"]
+    assert [*Tokenizer.load(tmp_path / "run" / "model").languages.tokens] == ["en", "de"]
 
 
 def test_bad_input_is_named_before_training(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from transformer_jax.data.tokenize import TokenizeJob, concatenate, tokenize_chu
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.settings.config import DataConfig, PairsConfig
 from transformer_jax.storage.files import MANIFEST, checksums, remove_folder
-from transformer_jax.tokenization.subword_sampling import SubwordSampling
+from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def build_corpus(
     data: DataConfig,
     directory: str | Path,
     *,
-    sampling: SubwordSampling | None = None,
+    sampling: BpeDropout | None = None,
     seed: int = 0,
     run_id: str = "",
 ) -> Corpus:

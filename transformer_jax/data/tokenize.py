@@ -28,7 +28,7 @@ from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import DataConfig
 from transformer_jax.tokenization.rows import with_eos
-from transformer_jax.tokenization.subword_sampling import SubwordSampling
+from transformer_jax.tokenization.subword_sampling import BpeDropout
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_links
 
@@ -52,7 +52,7 @@ class TokenizeJob:
 
     tokenizer: Tokenizer
     data: DataConfig
-    sampling: SubwordSampling | None = None
+    sampling: BpeDropout | None = None
     seed: int = 0
 
     @property

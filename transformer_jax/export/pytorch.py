@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from transformer_jax import ModelConfig, Transformer, UserError, model_from_arrays
 from transformer_jax.pretrained.export_files import check_fields
+from transformer_jax.pretrained.files import LazyArray
 from transformer_jax.pretrained.weights import (
     WeightNames,
     from_library,
@@ -115,9 +116,9 @@ def from_torch(
     )
     _check_modules(transformer, config)
     state = transformer.state_dict() | ends | tables
-    tensors = {name: x.detach().float().cpu().numpy() for name, x in state.items()}
-    lazy_arrays = from_library(tensors, config, _LIBRARY, "The modules", optional="bias$")
-    return model_from_arrays(config, {name: np.asarray(x) for name, x in lazy_arrays.items()})
+    tensors = {name: LazyArray.of(x.detach().float().cpu().numpy()) for name, x in state.items()}
+    parameters = from_library(tensors, config, _LIBRARY, "The modules", optional="bias$")
+    return model_from_arrays(config, {name: np.asarray(x) for name, x in parameters.items()})
 
 
 def to_torch(model: Transformer) -> TorchModules:

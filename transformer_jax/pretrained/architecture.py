@@ -18,8 +18,6 @@ from transformer_jax.pretrained.marian import read_marian_files
 from transformer_jax.pretrained.weights import from_library
 from transformer_jax.settings.config import ModelConfig
 
-_EMBEDDING_COPY = re.compile(r"(encoder|decoder)\.embed_tokens\.weight$")
-_SOFTMAX_WEIGHT = re.compile(r"lm_head\.weight$")
 # Copies of tied matrices, and sinusoids.
 _REDUNDANT_TENSORS = re.compile(
     r"(embed_tokens|lm_head|shared)\.weight$|embed_positions\.weights?$|"
@@ -66,10 +64,12 @@ class PretrainedModel:
             tensors = {prefix + name: tensor for name, tensor in tensors.items()}
         # A tied matrix can have any of its names.
         if self.config_file.shares_embeddings:
+            copies = [name for name in sorted(tensors) if name.endswith("embed_tokens.weight")]
             is_tied = self.config_file.fields.get("tie_word_embeddings") is not False
-            for pattern in (_EMBEDDING_COPY, _SOFTMAX_WEIGHT) if is_tied else (_EMBEDDING_COPY,):
-                for name in filter(pattern.search, sorted(tensors)):
-                    tensors.setdefault(embedding_name, tensors[name])
+            if is_tied and "lm_head.weight" in tensors:
+                copies.append("lm_head.weight")
+            for name in copies:
+                tensors.setdefault(embedding_name, tensors[name])
         return tensors
 
     def model_config(self, tied: bool | None = None) -> ModelConfig:
@@ -112,7 +112,7 @@ class PretrainedModel:
             if f"encoder_{name}" in foreign_fields:
                 required[f"decoder_{name}"] = (foreign_fields[f"encoder_{name}"],)
         embedding_scales = {True: "tokens", False: "none"}
-        fields: dict[str, Any] = dict(self.family.settings)
+        fields: dict[str, Any] = {**self.family.settings, **self.files.settings}
         for name, field in self.family.fields.items():
             value = foreign_fields[name]
             if field == "activation":

@@ -20,10 +20,6 @@ _FIELD_TYPES: dict[str, Any] = {
     "scale_embedding": bool,
     "num_decoder_layers": int | None,
     "transformer-ffn-activation": str,
-    "norm": str,
-    "final_norm": bool,
-    "embedding_norm": bool,
-    "share_positions": bool,
 }
 _MAX_VOCABULARY_SIZE = 2**20  # more would take minutes
 # Other names of fields. If a file has both, transformers takes this one.
@@ -80,21 +76,21 @@ class PretrainedConfig:
         fields = self.fields
         generation = self.generation
         pad_id = fields["pad_token_id"]
-        eos = _only_id(generation.get("eos_token_id", fields["eos_token_id"]))
-        eos = _only_id(fields["eos_token_id"]) if eos is None else eos
+        config_eos = _only_id(fields["eos_token_id"])
+        eos = _only_id(generation.get("eos_token_id"))
+        eos = config_eos if eos is None else eos
         candidates = [
             generation.get("decoder_start_token_id"),
             generation.get("bos_token_id"),
             fields["decoder_start_token_id"],
             fields["bos_token_id"],
+            pad_id if "num_layers" in self.family.defaults else eos,  # T5 starts with PAD
         ]
         start = next((number for number in candidates if number is not None), None)
-        if start is None:
-            start = fields["pad_token_id"] if "num_layers" in self.family.defaults else eos
         ids = {
             "pad_token_id": pad_id,
             "eos_token_id": eos,
-            "eos_token_id of config.json": _only_id(fields["eos_token_id"]),
+            "eos_token_id of config.json": config_eos,
             "decoder_start_token_id": start,
             "decoder_start_token_id of config.json": fields["decoder_start_token_id"],
         }
@@ -109,10 +105,8 @@ class PretrainedConfig:
                 "eos_token_id, because padding is masked."
             )
         bos = fields["bos_token_id"]
-        is_usable = (
-            type(bos) is int and 0 <= bos < vocab_size and bos not in (fields["pad_token_id"], eos)
-        )
-        if self.model_type == "m2m_100" and start == fields["pad_token_id"]:
+        is_usable = type(bos) is int and 0 <= bos < vocab_size and bos not in (pad_id, eos)
+        if self.model_type == "m2m_100" and start == pad_id:
             raise UserError(
                 f"decoder_start_token_id and pad_token_id in config.json are both {start}; "
                 "expected different ids, because M2M100 numbers positions from the first token "

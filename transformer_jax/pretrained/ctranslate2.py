@@ -12,13 +12,7 @@ from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.pretrained.export_files import check_fields, write_json, write_sentencepiece
 from transformer_jax.pretrained.search_settings import length_limits, to_ctranslate2
-from transformer_jax.pretrained.weights import (
-    WeightNames,
-    Weights,
-    check_head_widths,
-    to_library,
-    with_biases,
-)
+from transformer_jax.pretrained.weights import WeightNames, Weights, to_library, with_biases
 from transformer_jax.settings.config import Config, ModelConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
@@ -76,7 +70,6 @@ def check_ctranslate2(config: ModelConfig) -> None:
     or CTranslate2 itself if it is not installed.
     """
     check_fields(config, "CTranslate2", **_SUPPORTED)
-    check_head_widths(config)
     with needs_extra("export"):
         import ctranslate2  # noqa: F401
 

@@ -24,7 +24,6 @@ from transformer_jax.pretrained.architecture import PretrainedModel
 from transformer_jax.pretrained.files import JsonFiles, LazyArray
 from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.pretrained.tokenizer_files import PretrainedTokenizer
-from transformer_jax.pretrained.weights import check_finite
 from transformer_jax.settings.checks import checked
 from transformer_jax.settings.config import ModelConfig
 from transformer_jax.tokenization.rows import pad_rows, with_eos
@@ -109,15 +108,12 @@ class TextEncoder:
         graph, state = nnx.split(abstract, nnx.Param)
         shapes = {x: leaf.shape for x, leaf in parameters_by_name(nnx.to_pure_dict(state)).items()}
         parameters = pretrained.encoder_parameters(config, shapes)
-        values = _place_on_mesh(
-            nnx.to_pure_dict(state), parameters, weights, mesh, f"{str(folder)!r} has"
-        )
+        values = _place_on_mesh(nnx.to_pure_dict(state), parameters, weights, mesh)
 
         def read_tokenizer() -> Tokenizer:
             files = pretrained.files if tokenizer_folder == folder else JsonFiles(tokenizer_folder)
             tokenizer = PretrainedTokenizer(files, pretrained.config_file)
-            sides = tokenizer.sides()
-            return Tokenizer(sides[0], sides[-1], languages=tokenizer.languages())
+            return tokenizer.build(tokenizer.languages())
 
         return cls(nnx.merge(graph, values), read_tokenizer)
 
@@ -187,26 +183,17 @@ def _find_folders(name: str, subfolder: str) -> tuple[Path, Path]:
 
 
 def _place_on_mesh(
-    abstract: Any,
-    parameters: Mapping[str, LazyArray],
-    weights: str,
-    mesh: Mesh | None,
-    location: str,
+    abstract: Any, parameters: Mapping[str, LazyArray], weights: str, mesh: Mesh | None
 ) -> Any:
-    """Read parameters and place them on their devices, one shard at a time."""
+    """Read parameters, one at a time, and place their shards on their devices."""
     one_device = SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.map(lambda _: one_device, abstract)
     if mesh is not None:
         shardings = state_shardings(abstract, mesh)
 
     def place(name: str, leaf: Any, sharding: Sharding) -> Array:
-        array = parameters[name].map()
-
-        def shard(index: Any) -> np.ndarray:
-            x = np.ascontiguousarray(array[index])
-            check_finite(x, location, name)
-            return x.astype(np.float32, copy=False) if weights == "float32" else x
-
-        return jax.make_array_from_callback(leaf.shape, sharding, shard)
+        array = parameters[name]
+        x = np.asarray(array) if weights == "float32" else array.read()
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: x[index])
 
     return map_named(place, abstract, shardings)

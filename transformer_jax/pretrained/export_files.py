@@ -25,7 +25,7 @@ _ANY_VALUE = {
 def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
     """Raise ``UserError`` for a field whose value ``library`` does not support. Fields that are
     neither in ``allowed`` nor sizes and the like must have the paper's value, so an export never
-    ignores a field that it does not know.
+    ignores a field that it does not know. Heads must have the paper's width.
     """
     if shape.positions != "learned":
         allowed = {"embedding_scale": ("all", "tokens")} | allowed
@@ -38,6 +38,12 @@ def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]
             raise UserError(
                 f"model.{field.name} is {value!r}; expected {' or '.join(map(repr, values))}. "
                 f"{library} supports no other value."
+            )
+    for name, width in (("d_k", shape.head_width_k), ("d_v", shape.head_width_v)):
+        if width * shape.num_heads != shape.d_model:
+            raise UserError(
+                f"model.{name} is {width}; expected model.d_model / model.num_heads = "
+                f"{shape.d_model} / {shape.num_heads}. {library} requires this size."
             )
 
 

@@ -256,10 +256,6 @@ _MARIAN_FIELDS = {
     "transformer-heads": "num_heads",
     "transformer-dim-ffn": "d_ff",
     "transformer-ffn-activation": "activation",
-    "norm": "norm",
-    "final_norm": "final_norm",
-    "embedding_norm": "embedding_norm",
-    "share_positions": "share_positions",
 }
 _MARIAN_REQUIRED: dict[str, tuple[Any, ...]] = {
     "type": ("transformer",),

@@ -2,84 +2,68 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from transformer_jax.errors import UserError, one_line
+from transformer_jax.errors import UserError, one_line, short_repr
 from transformer_jax.storage.files import check_types, parse_object
 
-# Names in safetensors files.
-_DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": jnp.bfloat16}
+_DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors files
 _FILE_ENDINGS = (".json", ".safetensors", ".bin", ".model", ".spm", ".txt", ".npz", ".yml")
 
 
 @dataclass(frozen=True)
 class LazyArray:
-    """A parameter that is read from its file when NumPy asks for it."""
+    """An array that is read from its file when it is needed. NumPy gets it as float32."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
-    """Reads it as float32."""
-    map: Callable[[], np.ndarray]
-    """Returns an array in the type of the file. Where possible, only the parts of it that are used
-    are read."""
+    """Reads it in the type of the file."""
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> LazyArray:
+        """Wrap an array that is in memory."""
+        return cls(array.shape, lambda: array)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.read()
+        return np.ascontiguousarray(self.read(), np.float32)
 
 
-def open_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, LazyArray]:
-    """Return the tensors in model.safetensors, its shards or pytorch_model.bin, by name."""
-    single_file = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    pickle = folder / "pytorch_model.bin"
-    if not (single_file.exists() or index.exists()):
-        if allow_pickle and pickle.exists():
-            return _read_pickle(pickle)
-        if allow_pickle:
+def _open_safetensors(file: Path) -> dict[str, LazyArray]:
+    """Return the tensors in a file, by name."""
+    types = {}
+    shapes = {}
+    try:
+        with safe_open(file, framework="numpy") as content:  # checks the file
+            for name in content.offset_keys():
+                types[name] = content.get_slice(name).get_dtype()
+                shapes[name] = tuple(content.get_slice(name).get_shape())
+    except Exception as error:  # many exception types, not all public
+        raise read_error(file, error) from None
+    for name, dtype in types.items():
+        if dtype not in _DTYPES:
             raise UserError(
-                f"{str(folder)!r} has no model.safetensors and no {pickle.name}; expected one of "
-                "them. Pickles in several files are not read: let transformers load the model and "
-                "write it again, with save_pretrained(FOLDER)."
+                f"{str(file)!r} has values of type {dtype} in {name}; expected "
+                f"{', '.join(_DTYPES)}. The model is quantized: use the model that it was "
+                "quantized from."
             )
-        raise UserError(
-            f"{str(folder)!r} has no model.safetensors. Use a revision that has it, for example "
-            "NAME@refs/pr/NUMBER (docs/pretrained.md). If the model has only pytorch_model.bin, a "
-            "pickle, and you trust it: python -m transformer_jax.pretrained import --allow-pickle."
-        )
-    names = [single_file.name]
-    if index.exists() and not single_file.exists():
-        table = _read_json(index, weight_map=dict)["weight_map"]
-        names = sorted({str(name) for name in table.values()})
-    tensors: dict[str, LazyArray] = {}
-    for name in names:
-        file = folder / name
-        if Path(name).name != name:
-            raise _outside_folder_error(file)
-        try:
-            with safe_open(file, framework="numpy"), file.open("rb") as stream:  # checks the file
-                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            header.pop("__metadata__", None)
-        except Exception as error:  # many exception types, not all public
-            raise read_error(file, error) from None
-        for tensor, header_entry in header.items():
-            if header_entry["dtype"] not in _DTYPES:
-                raise UserError(
-                    f"{str(file)!r} has values of type {header_entry['dtype']} in {tensor}; "
-                    f"expected {', '.join(_DTYPES)}. The model is quantized: use the model that it "
-                    "was quantized from."
-                )
-            tensors[tensor] = _lazy_tensor(file, header_entry)
-    return tensors
+    return {
+        name: LazyArray(shape, partial(_read_tensor, file, name)) for name, shape in shapes.items()
+    }
+
+
+def _read_tensor(file: Path, name: str) -> np.ndarray:
+    """Read a tensor. The file is closed again, because its mapped pages would count as memory."""
+    with safe_open(file, framework="numpy") as content:
+        return content.get_tensor(name)
 
 
 def _read_pickle(file: Path) -> dict[str, LazyArray]:
@@ -89,7 +73,7 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PyTorch, for unusual pickles
             read = torch.load(file, map_location="cpu", weights_only=True)
-        arrays = {name: x.detach().float().numpy() for name, x in read.items()}
+        return {name: LazyArray.of(x.detach().float().numpy()) for name, x in read.items()}
     except ModuleNotFoundError:
         raise UserError(
             f"Reading {file.name} requires PyTorch. Install it (pip install torch) or download "
@@ -100,32 +84,6 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
         raise read_error(file, error) from None
     except Exception as error:  # many exception types, not all public
         raise read_error(file, error) from None
-    return {name: lazy_array(x.shape, lambda x=x: x) for name, x in arrays.items()}  # type: ignore[misc]
-
-
-def lazy_array(shape: Sequence[int], read: Callable[[], np.ndarray]) -> LazyArray:
-    """Return an array that is always read as a whole."""
-    return LazyArray(tuple(shape), read, read)
-
-
-def _lazy_tensor(file: Path, header_entry: Mapping[str, Any]) -> LazyArray:
-    """Return a tensor, given its place in the file. Memory-mapped pages would count as memory."""
-    start, end = header_entry["data_offsets"]
-    dtype = np.dtype(_DTYPES[header_entry["dtype"]])
-    shape = tuple(header_entry["shape"])
-
-    def begin() -> int:
-        with file.open("rb") as stream:
-            return 8 + int.from_bytes(stream.read(8), "little") + start
-
-    def read() -> np.ndarray:
-        x = np.fromfile(file, dtype, (end - start) // dtype.itemsize, offset=begin())
-        return x.reshape(shape).astype(np.float32, copy=False)
-
-    def map_file() -> np.ndarray:
-        return np.memmap(file, dtype, "r", begin(), shape)
-
-    return LazyArray(shape, read, map_file)
 
 
 class JsonFiles(dict[str, dict[str, Any]]):
@@ -135,12 +93,18 @@ class JsonFiles(dict[str, dict[str, Any]]):
 
     Attributes:
       copied_files: patterns of the files that an export copies, apart from the weights.
+      segmenters: names of the source's and the target's SentencePiece model (Marian).
+      settings: fields of ``ModelConfig`` that differ between the models of a family, but are not
+        single fields of config.json.
     """
 
     copied_files: tuple[str, ...] = ("*.json", "*.model", "*.spm", "*.txt")
 
+    segmenters: Sequence[str] = ("source.spm", "target.spm")
+
     def __init__(self, folder: Path):
         self.folder = folder
+        self.settings: dict[str, Any] = {}
 
     def __missing__(self, name: str) -> dict[str, Any]:
         file = self.folder / name
@@ -157,9 +121,55 @@ class JsonFiles(dict[str, dict[str, Any]]):
         except UserError as error:
             raise read_error(file, error) from None
 
+    @cached_property
+    def vocabularies(self) -> list[dict[str, int]]:
+        """Ids of tokens; two if source and target have a vocabulary each (Marian)."""
+        vocabularies = [self.read_vocabulary("vocab.json")]
+        if (self.folder / "target_vocab.json").exists():
+            vocabularies.append(self.read_vocabulary("target_vocab.json"))
+        return vocabularies
+
+    def read_vocabulary(self, name: str) -> dict[str, int]:
+        """Return the ids of tokens in a file."""
+        ids = dict(self[name])
+        self.check(name, dict.fromkeys([*ids, "<unk>"], int))
+        for token in ids:
+            if any("\ud800" <= character <= "\udfff" for character in token):
+                raise UserError(
+                    f"{str(self.folder / name)!r} has the token {short_repr(token)}, which is not "
+                    "valid Unicode (a lone surrogate); expected text. Download it again."
+                )
+        return ids
+
     def open_tensors(self, allow_pickle: bool = False) -> dict[str, LazyArray]:
-        """Return the weights by name."""
-        return open_tensors(self.folder, allow_pickle)
+        """Return the tensors in model.safetensors, its shards or pytorch_model.bin, by name."""
+        single_file = self.folder / "model.safetensors"
+        index = self.folder / "model.safetensors.index.json"
+        pickle = self.folder / "pytorch_model.bin"
+        if single_file.exists():
+            return _open_safetensors(single_file)
+        if index.exists():
+            table = _read_json(index, weight_map=dict)["weight_map"]
+            tensors: dict[str, LazyArray] = {}
+            for name in sorted({str(name) for name in table.values()}):
+                if Path(name).name != name:
+                    raise _outside_folder_error(self.folder / name)
+                tensors |= _open_safetensors(self.folder / name)
+            return tensors
+        if allow_pickle and pickle.exists():
+            return _read_pickle(pickle)
+        if allow_pickle:
+            raise UserError(
+                f"{str(self.folder)!r} has no model.safetensors and no {pickle.name}; expected one "
+                "of them. Pickles in several files are not read: let transformers load the model "
+                "and write it again, with save_pretrained(FOLDER)."
+            )
+        raise UserError(
+            f"{str(self.folder)!r} has no model.safetensors. Use a revision that has it, for "
+            "example NAME@refs/pr/NUMBER (docs/pretrained.md). If the model has only "
+            "pytorch_model.bin, a pickle, and you trust it: python -m transformer_jax.pretrained "
+            "import --allow-pickle."
+        )
 
     def other_contents(self) -> dict[str, bytes]:
         """Return the contents of further files that an export needs, by name."""

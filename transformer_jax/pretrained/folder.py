@@ -53,9 +53,8 @@ class Pretrained(PretrainedModel):
                 "also has a decoder. TextEncoder.from_pretrained loads encoders."
             )
         self._tokenizer = PretrainedTokenizer(self.files, self.config_file)
-        self._exported_changes: dict[
-            str, dict[str, Any]
-        ] = {}  # fields of files that an export changes
+        # Fields of files that an export changes.
+        self._exported_changes: dict[str, dict[str, Any]] = {}
         file_languages = self._tokenizer.languages()
         if file_languages.layout == "start":
             self.languages = self._choose_language_pair(file_languages, languages)
@@ -95,10 +94,7 @@ class Pretrained(PretrainedModel):
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Its ids are those of transformers."""
-        sides = self._tokenizer.sides()
-        return Tokenizer(
-            sides[0], sides[-1], languages=self.languages, pretrained=self._zip_other_files()
-        )
+        return self._tokenizer.build(self.languages, self._zip_other_files())
 
     def _choose_language_pair(
         self, file_languages: Languages, languages: tuple[str, str]
@@ -163,23 +159,16 @@ class Pretrained(PretrainedModel):
 
     def _zip_other_files(self) -> bytes:
         """Return a zip archive of all files but the weights, for exports."""
+        contents = {}
+        for file in sorted({file for x in self.files.copied_files for file in self.folder.glob(x)}):
+            if file.is_file() and file.name != "tokenizer.json" and "index.json" not in file.name:
+                contents[file.name] = file.read_bytes()
+        for name, changes in self._exported_changes.items():
+            # The languages are recorded even if the original has no tokenizer_config.json.
+            if name in contents or name == "tokenizer_config.json":
+                contents[name] = json.dumps(self.files[name] | changes, indent=2).encode()
         target = io.BytesIO()
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-            files = {file for x in self.files.copied_files for file in self.folder.glob(x)}
-            if (
-                self._exported_changes
-            ):  # records the languages, even if the original has no such file
-                files.add(self.folder / "tokenizer_config.json")
-            for file in sorted(files):
-                if file.name == "tokenizer.json" or "index.json" in file.name or file.is_dir():
-                    continue
-                content = b""
-                if changes := self._exported_changes.get(file.name):
-                    fields = self.files[file.name] | changes
-                    content = json.dumps(fields, indent=2).encode()
-                else:
-                    content = file.read_bytes()
-                archive.writestr(zipfile.ZipInfo(file.name), content)
-            for name, content in self.files.other_contents().items():
+            for name, content in (contents | self.files.other_contents()).items():
                 archive.writestr(zipfile.ZipInfo(name), content)
         return target.getvalue()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
-from transformer_jax.pretrained.files import JsonFiles, LazyArray, check_files, lazy_array
+from transformer_jax.pretrained.files import JsonFiles, LazyArray, check_files
 from transformer_jax.tokenization.segmenters import read_sentencepiece
 
 _CONFIG = "special:model.yml"
@@ -41,10 +41,6 @@ _NORMS = {
 class MarianFiles(JsonFiles):
     """The files of a model. Its config.json and generation_config.json have the settings that
     Marian keeps in model.npz and decoder.yml.
-
-    Attributes:
-      vocabularies: ids of tokens; two if source and target have a vocabulary each.
-      segmenters: names of the source's and the target's SentencePiece model.
     """
 
     copied_files = ("*.yml", "*.spm", "*.sh", "LICENSE*")
@@ -70,7 +66,6 @@ class MarianFiles(JsonFiles):
                 "the source's and the target's vocabulary."
             )
         self._vocabulary_files = [_only_file(folder, name) for name in dict.fromkeys(names)]
-        self.segmenters = ["source.spm", "target.spm"]
         if self._vocabulary_files[0].suffix == ".spm":
             self.segmenters = [file.name for file in self._vocabulary_files]
         self.vocabularies = [_read_vocabulary(file) for file in self._vocabulary_files]
@@ -78,9 +73,9 @@ class MarianFiles(JsonFiles):
         pad_id = max(self._sizes)
         for ids in self.vocabularies:
             ids.setdefault("<pad>", pad_id)
+        self.settings = _norm_settings(config)
         self["config.json"] = {
             **config,
-            **_norm_fields(config),
             "model_type": "marian-npz",
             "share_encoder_decoder_embeddings": _is_on(config, "-all", "-src"),
             "tie_word_embeddings": _is_on(config, "-all", ""),
@@ -111,8 +106,7 @@ class MarianFiles(JsonFiles):
             if _VOCABULARY_ROWS.search(new_name):
                 x = self._with_padding(name, x)
             new_name = re.sub("(_ln_(?:scale|bias))_pre$", r"\1", new_name)
-            x = x.astype(np.float32, copy=False)
-            tensors[new_name] = lazy_array(x.shape, lambda x=x: x)  # type: ignore[misc]
+            tensors[new_name] = LazyArray.of(x)
         return tensors
 
     def _with_padding(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -128,7 +122,7 @@ class MarianFiles(JsonFiles):
 
     def write(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Write the model again, with other values of ``open_tensors``."""
-        is_pre_norm = self["config.json"]["norm"] == "pre"
+        is_pre_norm = self.settings["norm"] == "pre"
         arrays = {}
         for name, x in tensors.items():
             if _VOCABULARY_ROWS.search(name):
@@ -238,7 +232,7 @@ def _is_on(config: Mapping[str, Any], *endings: str) -> bool:
     return any(config.get(f"tied-embeddings{ending}") for ending in endings)
 
 
-def _norm_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _norm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``ModelConfig`` for the places of norms.
 
     Raises ``UserError`` for other operations, such as highway connections.
@@ -271,7 +265,7 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
     """
     ids: dict[str, int] = {}
     if file.suffix == ".spm":
-        ids = {token: i for i, token in reversed([*enumerate(read_sentencepiece(file).pieces)])}
+        ids = dict(read_sentencepiece(file).ids)
     elif file.suffix in (".yml", ".yaml"):
         text = re.sub(r"^\? (.*)\n: ", r"\1: ", file.read_text(errors="replace"), flags=re.M)
         for number, line in enumerate(text.split("\n"), 1):

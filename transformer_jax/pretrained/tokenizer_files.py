@@ -8,14 +8,15 @@ from typing import Any
 from transformer_jax.errors import UserError, needs_extra, short_repr
 from transformer_jax.pretrained.config_file import PretrainedConfig
 from transformer_jax.pretrained.files import JsonFiles
-from transformer_jax.pretrained.marian import MarianFiles
 from transformer_jax.tokenization.languages import Languages, Layout
 from transformer_jax.tokenization.segmenters import (
     JsonSegmenter,
+    Segmenter,
     SentencePieceSegmenter,
     read_sentencepiece,
 )
 from transformer_jax.tokenization.subword_model import SubwordModel
+from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.vocabulary import Vocabulary
 
 _SENTENCEPIECE_FILES = ("sentencepiece.bpe.model", "spiece.model")
@@ -50,18 +51,10 @@ class PretrainedTokenizer:
         self.config = config
         self.kind = config.family.tokenizer
         self.settings: dict[str, Any] = {}
-        self.segmenters: list[SentencePieceSegmenter | JsonSegmenter]
-        if isinstance(files, MarianFiles):
+        self.segmenters: list[Segmenter]
+        if self.kind == "MarianTokenizer":  # the other files say nothing more
             self.segmenters = [self._read_sentencepiece_file(name) for name in files.segmenters]
             self.ids = files.vocabularies
-            return
-        if config.family.name == "MarianMTModel":  # the other files say nothing more
-            self.segmenters = [
-                self._read_sentencepiece_file(name) for name in ("source.spm", "target.spm")
-            ]
-            self.ids = [_checked_ids(files, "vocab.json")]
-            if (self.folder / "target_vocab.json").exists():
-                self.ids.append(_checked_ids(files, "target_vocab.json"))
             return
         fields = dict(files["tokenizer_config.json"])
         if "added_tokens_decoder" not in fields:  # otherwise transformers ignores the older file
@@ -73,7 +66,7 @@ class PretrainedTokenizer:
             content = file.read_bytes() if file.exists() else self._byte_tokenizer()
             segmenter = JsonSegmenter(content)
             self.segmenters = [segmenter]
-            self.ids = [{token: i for i, token in segmenter.tokens.items()}]
+            self.ids = [segmenter.ids]
         else:
             model = self._sentencepiece()
             self.segmenters = [model]
@@ -106,8 +99,8 @@ class PretrainedTokenizer:
                 tokens.add(_text(token))
         return tokens - {"", self._special_token("unk_token", "<unk>")}
 
-    def sides(self) -> list[SubwordModel]:
-        """Make the source's and the target's tokenizer; one object if they share everything.
+    def build(self, languages: Languages, original_files: bytes = b"") -> Tokenizer:
+        """Make the tokenizer. ``original_files`` are those of an export (``Tokenizer.pretrained``).
 
         Raises ``UserError`` if tokens have ids outside the embedding matrix.
         """
@@ -115,12 +108,12 @@ class PretrainedTokenizer:
         if len(self.ids) > 1:
             sizes = [int(self.config.fields["vocab_size"]), self.config.vocab_size]
         vocabularies = [self._vocabulary(ids, size) for ids, size in zip(self.ids, sizes)]
-        if len(self.segmenters) == 1:
-            return [SubwordModel(self.segmenters[0], vocabularies[0])]
-        return [
-            SubwordModel(self.segmenters[0], vocabularies[0]),
-            SubwordModel(self.segmenters[1], vocabularies[-1]),
+        vocabularies_of_sides = [vocabularies[0], vocabularies[-1]]
+        sides = [
+            SubwordModel(segmenter, vocabulary)
+            for segmenter, vocabulary in zip(self.segmenters, vocabularies_of_sides)
         ]
+        return Tokenizer(sides[0], sides[-1], languages=languages, pretrained=original_files)
 
     def _vocabulary(self, ids: dict[str, int], size: int) -> Vocabulary:
         out_of_range = [token for token, i in ids.items() if not 0 <= i < size]
@@ -298,9 +291,9 @@ class PretrainedTokenizer:
         """Return the ids that transformers gives to the tokens of a SentencePiece model."""
         family = self.config.family
         if (self.folder / "vocab.json").exists():
-            ids = _checked_ids(files, "vocab.json")
+            ids = files.read_vocabulary("vocab.json")
         else:
-            pieces = segmenter.pieces[family.num_replaced_pieces :]
+            pieces = [*segmenter.ids][family.num_replaced_pieces :]
             ids = {token: i for i, token in enumerate([*(family.leading_tokens or ()), *pieces])}
             if not family.leading_tokens and "▁<extra_id_0>" not in ids:  # mT5's model has them
                 for number in reversed(range(self.settings.get("extra_ids", 100))):
@@ -329,19 +322,6 @@ class PretrainedTokenizer:
         byte_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         byte_tokenizer.add_special_tokens([*special_tokens, *sentinel_tokens])
         return byte_tokenizer.to_str().encode()
-
-
-def _checked_ids(files: JsonFiles, name: str) -> dict[str, int]:
-    """Return a vocabulary with the id of each token."""
-    ids = dict(files[name])
-    files.check(name, dict.fromkeys([*ids, "<unk>"], int))
-    for token in ids:
-        if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
-            raise UserError(
-                f"{str(files.folder / name)!r} has the token {short_repr(token)}, which is not "
-                "valid Unicode (a lone surrogate); expected text. Download it again."
-            )
-    return ids
 
 
 def _text(token: Any) -> str:

@@ -17,7 +17,7 @@ from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.pretrained.loading import import_huggingface
-from transformer_jax.settings.config import Config
+from transformer_jax.settings.config import DecodingConfig
 from transformer_jax.tokenization.rows import with_eos
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
@@ -59,12 +59,11 @@ class Comparison(NamedTuple):
     """Number of sentences with the same best output of a beam search."""
     num_ended: int
     """Number of sentences whose outputs end before the limit of length, where searches differ."""
-    sentences: int
 
     @property
     def is_equal(self) -> bool:
         """True if ids and logits are equal, and outputs but for ties in rounding."""
-        has_same_ids = self.num_same_ids == self.sentences
+        has_same_ids = self.num_same_ids == len(TEST_SENTENCES)
         return (
             has_same_ids
             and self.logit_difference < 1e-4
@@ -92,7 +91,8 @@ def compare_with_transformers(
     config, model, tokenizer = import_huggingface(
         folder, allow_pickle=allow_pickle, languages=languages
     )
-    model = _in_float32(config, model)
+    float32_config = dataclasses.replace(config.model, dtype="float32")
+    model = nnx.merge(abstract_model(float32_config).graph, nnx.state(model, nnx.Param))
     reference_model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"src_lang": languages[0]} if languages[0] else {}
     reference_tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
@@ -107,7 +107,7 @@ def compare_with_transformers(
     expected = [reference_tokenizer(text).input_ids for text in texts]
     num_same_ids = sum(source == ids for source, ids in zip(sources, expected))
     prefix = affixes.before_target[: tokenizer.unscored_prefix_length]
-    outputs = _search_sources(config, model, tokenizer, sources, prefix)
+    outputs = _search_sources(model, tokenizer, sources, prefix)
     num_same_outputs = 0
     num_ended = 0
     logit_difference = 0.0
@@ -121,9 +121,7 @@ def compare_with_transformers(
             num_ended += 1
             end = reference_output.index(eos_id) + 1
             num_same_outputs += labels == reference_output[:end]
-    return Comparison(
-        name, num_same_ids, logit_difference, num_same_outputs, num_ended, len(TEST_SENTENCES)
-    )
+    return Comparison(name, num_same_ids, logit_difference, num_same_outputs, num_ended)
 
 
 def _logit_difference(
@@ -170,7 +168,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
     ]
     for comparison in comparisons:
         rows.append(
-            f"| {comparison.name} | {comparison.num_same_ids} of {comparison.sentences} | "
+            f"| {comparison.name} | {comparison.num_same_ids} of {len(TEST_SENTENCES)} | "
             f"{comparison.logit_difference:.1e} | "
             f"{comparison.num_same_outputs} of {comparison.num_ended} that end |"
         )
@@ -179,27 +177,14 @@ def table(comparisons: Sequence[Comparison]) -> str:
     return "\n".join([*rows, "", f"In float32 with {', '.join(versions)}."])
 
 
-def _in_float32(config: Config, model: Transformer) -> Transformer:
-    float32_config = dataclasses.replace(config.model, dtype="float32")
-    return nnx.merge(abstract_model(float32_config).graph, nnx.state(model, nnx.Param))
-
-
 def _search_sources(
-    config: Config,
-    model: Transformer,
-    tokenizer: Tokenizer,
-    sources: Sequence[list[int]],
-    prefix: list[int],
+    model: Transformer, tokenizer: Tokenizer, sources: Sequence[list[int]], prefix: list[int]
 ) -> list[list[int]]:
-    decoding = dataclasses.replace(
-        config.decoding,
+    decoding = DecodingConfig(
         beam_size=_BEAM_SIZE,
         length_penalty=1.0,
         length_offset=0.0,
         patience=1.0,
-        min_length=0,
-        no_repeat_ngram=0,
-        suppress=(),
         max_length=_MAX_TOKENS,
         max_extra_length=_MAX_TOKENS,
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -64,7 +65,7 @@ def to_library(weights: Weights, library: WeightNames) -> Weights:
 
 
 def from_library(
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, LazyArray],
     config: ModelConfig,
     library: WeightNames,
     location: str,
@@ -90,34 +91,22 @@ def from_library(
         for foreign_name, names in names_of_array.items()
     }
     tied = {*library.names.values()} - expected.keys()
-    arrays: dict[str, Any] = {
-        name: np.zeros(shape, np.float32)
+    arrays = {
+        name: LazyArray.of(np.zeros(shape, np.float32))
         for name, shape in expected.items()
         if re.search(optional, name)
     } | {name: x for name, x in tensors.items() if name not in tied}
     _check_shapes(arrays, expected, location)
 
-    def to_parameter(name: str, part: np.ndarray) -> np.ndarray:
+    def read(name: str, foreign_name: str, index: int, num_parts: int) -> np.ndarray:
+        """Read a parameter, which is one of the parts of an array."""
+        array = arrays[foreign_name].read()
+        check_finite(array, f"{location} have", foreign_name)
+        part = np.split(array, num_parts)[index]
         return _to_own_axes(name, part, config, library).reshape(shapes[name])
 
-    def lazy_parameter(name: str, foreign_name: str, index: int, num_parts: int) -> LazyArray:
-        """Describe a parameter: one of the parts of an array, which is read when it is needed."""
-
-        def read() -> np.ndarray:
-            array = np.asarray(arrays[foreign_name])
-            check_finite(array, f"{location} have", foreign_name)
-            part = np.split(array, num_parts)[index]
-            return np.ascontiguousarray(to_parameter(name, part))
-
-        def map_file() -> np.ndarray:
-            array = arrays[foreign_name]
-            mapped = array.map() if isinstance(array, LazyArray) else array
-            return to_parameter(name, np.split(mapped, num_parts)[index])
-
-        return LazyArray(shapes[name], read, map_file)
-
     return {
-        name: lazy_parameter(name, foreign_name, index, len(names))
+        name: LazyArray(shapes[name], partial(read, name, foreign_name, index, len(names)))
         for foreign_name, names in names_of_array.items()
         for index, name in enumerate(names)
     }
@@ -146,7 +135,7 @@ def _foreign_shape(
 
 
 def _check_shapes(
-    arrays: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], location: str
+    arrays: Mapping[str, LazyArray], expected: Mapping[str, tuple[int, ...]], location: str
 ) -> None:
     for name in sorted(expected.keys() | arrays.keys()):
         actual = f"shape {arrays[name].shape}" if name in arrays else "no tensor"
@@ -171,7 +160,7 @@ def check_finite(x: np.ndarray, location: str, name: str) -> None:
 
 
 def _check_layers(
-    tensors: Mapping[str, Any], config: ModelConfig, library: WeightNames, location: str
+    tensors: Mapping[str, LazyArray], config: ModelConfig, library: WeightNames, location: str
 ) -> None:
     """Check that the last layers exist, before a model of hundreds of layers is built."""
     for side, count in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
@@ -196,11 +185,8 @@ def plain_weights(model: Transformer) -> Weights:
 
 
 def with_biases(model: Transformer) -> Weights:
-    """Return the plain weights of ``model``, with zeros for all biases that it does not have.
-    Raises the same error as ``check_head_widths``.
-    """
+    """Return the plain weights of ``model``, with zeros for all biases that it does not have."""
     config = model.config
-    check_head_widths(config)
     weights = plain_weights(model)
     biases: Weights = {"softmax_bias": np.zeros(config.vocab_size, np.float32)}
     for name, x in weights.items():
@@ -209,18 +195,6 @@ def with_biases(model: Transformer) -> Weights:
         if name.endswith("norm.scale") and config.norm_type == "layer":
             biases[name.replace("scale", "bias")] = np.zeros(len(x), np.float32)
     return biases | weights
-
-
-def check_head_widths(config: ModelConfig) -> None:
-    """Raise ``UserError`` for a head size other than d_model / num_heads, which other libraries do
-    not support.
-    """
-    for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
-        if width * config.num_heads != config.d_model:
-            raise UserError(
-                f"model.{name} is {width}; expected model.d_model / model.num_heads = "
-                f"{config.d_model} / {config.num_heads}. Other libraries require this size."
-            )
 
 
 def put_sines_first(name: str, x: np.ndarray, *, inverse: bool = False) -> np.ndarray:

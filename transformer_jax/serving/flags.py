@@ -121,7 +121,7 @@ def _check_networks(proxies: Sequence[str]) -> None:
 def _all_pairs(workdir: str) -> list[Pair]:
     from transformer_jax import Tokenizer, local_workdir
 
-    codes = Tokenizer.load_languages(local_workdir(workdir))
+    codes = [*Tokenizer.load(local_workdir(workdir)).languages.tokens]
     if not codes:
         raise UserError(
             f"--languages is 'all' for {workdir!r}, which is not a many-to-many model; expected a "

@@ -14,11 +14,7 @@ from pathlib import Path
 
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.learning import learn_merges
-from transformer_jax.tokenization.segmenters import (
-    JsonSegmenter,
-    SentencePieceSegmenter,
-    can_choose,
-)
+from transformer_jax.tokenization.segmenters import Segmenter, can_choose
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +51,7 @@ def read_pieces(file: Path) -> list[str]:
 
 
 def learn_pieces(
-    segmenter: SentencePieceSegmenter | JsonSegmenter,
+    segmenter: Segmenter,
     lines: Iterable[str],
     other_lines: Iterable[str],
     limit: int,
@@ -66,7 +62,7 @@ def learn_pieces(
     Pieces that would be chosen in ``other_lines``, in other languages, are left out, so these are
     split as before. Raises ``UserError`` if the text is too small for as many pieces.
     """
-    known_pieces = {*segmenter.tokens.values()}
+    known_pieces = segmenter.ids.keys()
     word_counts = Counter(word for line in lines for word in segmenter.words(line))
     new_characters = Counter[str]()
     parts_of_words = {}
@@ -100,9 +96,7 @@ def learn_pieces(
     return pieces
 
 
-def _without_conflicts(
-    segmenter: SentencePieceSegmenter | JsonSegmenter, pieces: list[str], other_words: set[str]
-) -> list[str]:
+def _without_conflicts(segmenter: Segmenter, pieces: list[str], other_words: set[str]) -> list[str]:
     """Leave out pieces that would be chosen in ``other_words``, and those that are never chosen
     because their own parts were left out.
     """

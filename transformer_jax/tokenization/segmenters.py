@@ -1,7 +1,7 @@
 """Segmenters: text to pieces and back, with SentencePiece or with a tokenizer.json file.
 
-A segmenter knows nothing of special tokens, languages or the ids of a model (``Vocabulary``),
-except whether its own ids are those of an imported model.
+A segmenter knows nothing of special tokens and languages (``Vocabulary``). Its file numbers its
+pieces; a model can have other ids.
 """
 
 from __future__ import annotations
@@ -9,108 +9,63 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError, needs_extra
-from transformer_jax.tokenization.subword_sampling import SubwordSampler, SubwordSampling
+from transformer_jax.tokenization.subword_sampling import BpeDropout, BpeDropoutSampler
 
 _WORD = "▁?[^▁]+|▁"
 _PREFERENCE = 0.1  # in nats; another old piece costs more
 
 
-class Segmenter(Protocol):
-    """Text to pieces and back. ``own_ids`` are the ids of pieces in the segmenter's own file."""
-
-    content: bytes
-    """Contents of the file."""
-    symbols: Sequence[str]
-    """Pieces that can begin a line and that every segment of the line repeats."""
-    has_ids_of_model: bool
-    """True if the ids in the file of an imported tokenizer are those of its model."""
-
-    @property
-    def tokens(self) -> dict[int, str]:
-        """Pieces by their own ids."""
-
-    def encode(self, lines: Sequence[str]) -> list[list[str]]:
-        """Split each line into pieces."""
-
-    def sample(self, lines: Sequence[str], sampling: SubwordSampling, seed: int) -> list[list[str]]:
-        """Draw a random segmentation of each line. Raises ``UserError`` if there is none."""
-
-    def with_symbols(self, symbols: Sequence[str]) -> Segmenter:
-        """Return a copy with missing ``symbols`` appended. Raises ``UserError`` if it cannot."""
-
-    def encode_as_ids(self, lines: Sequence[str]) -> list[list[int]]:
-        """Split each line into pieces. Returns their own ids."""
-
-    def decode(self, pieces: Sequence[str]) -> str:
-        """Join pieces into text."""
-
-    def decode_ids(self, own_ids: Sequence[int]) -> str:
-        """Join the pieces with these own ids into text."""
-
-    def words(self, line: str) -> list[str]:
-        """Split a line into words, normalized and spelled as pieces are: ▁ is a space."""
-
-    def parts(self, word: str) -> list[str]:
-        """Split a word, spelled as pieces are, into pieces. Unknown text becomes characters."""
-
-    def with_pieces(self, pieces: Sequence[str]) -> Segmenter:
-        """Return a copy with ``pieces`` appended, which it prefers to their parts.
-
-        A text in which none of them occurs is split as before. Raises ``UserError`` if the
-        algorithm is not BPE or a unigram model of characters.
-        """
-
-
 class SentencePieceSegmenter:
-    """A SentencePiece model."""
+    """A SentencePiece model.
 
-    has_ids_of_model = False
+    Attributes:
+      content: the contents of its file.
+      ids: the id of each piece in the file, in order.
+      symbols: pieces that can begin a line and that every segment of the line repeats.
+    """
 
     def __init__(self, content: bytes) -> None:
         self.content = content
         self.processor: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
         proto = model_proto(content)
-        self.pieces = [piece.piece for piece in proto.pieces]
+        self.ids = {piece.piece: number for number, piece in enumerate(proto.pieces)}
         self.symbols = [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
         # SentencePiece's ``decode`` removes the space added before a line, but not one after.
         self._has_space_suffix = proto.trainer_spec.treat_whitespace_as_suffix
-        self._samplers: dict[SubwordSampling, SubwordSampler] = {}
+        self._samplers: dict[BpeDropout, BpeDropoutSampler] = {}
 
     def __reduce__(self) -> tuple[type, tuple[bytes]]:
         return SentencePieceSegmenter, (self.content,)
 
-    @property
-    def tokens(self) -> dict[int, str]:
-        """Pieces by their own ids."""
-        return dict(enumerate(self.pieces))
-
-    def encode(self, lines: Sequence[str]) -> list[list[str]]:
-        """Split each line into pieces. An unknown piece is the text that it stands for."""
-        return self.processor.encode(list(lines), out_type=str, num_threads=1)
+    def encode(
+        self, lines: Sequence[str], sampling: BpeDropout | None = None, seed: int = 0
+    ) -> list[list[str]]:
+        """Split each line into pieces, or draw a random segmentation of it. An unknown piece is the
+        text that it stands for.
+        """
+        if sampling is None:
+            return self.processor.encode(list(lines), out_type=str, num_threads=1)
+        if sampling not in self._samplers:
+            proto = model_proto(self.content)
+            self._samplers[sampling] = BpeDropoutSampler(self.processor, proto, sampling.dropout)
+        sampler = self._samplers[sampling]
+        generator = random.Random(seed)
+        return [sampler.sample(line, generator) for line in lines]
 
     def encode_as_ids(self, lines: Sequence[str]) -> list[list[int]]:
         """Split each line into pieces. Returns their own ids."""
         if len(lines) == 1:  # a batch call starts a thread, which takes time
             return [self.processor.encode(lines[0])]
         return self.processor.encode(list(lines), num_threads=1)
-
-    def sample(self, lines: Sequence[str], sampling: SubwordSampling, seed: int) -> list[list[str]]:
-        """Draw a random segmentation of each line."""
-        if sampling not in self._samplers:
-            proto = model_proto(self.content)
-            self._samplers[sampling] = sampling.sampler(self.processor, proto)
-        sampler = self._samplers[sampling]
-        generator = random.Random(seed)
-        return [sampler.sample(line, generator) for line in lines]
 
     def decode(self, pieces: Sequence[str]) -> str:
         """Join pieces into text. Pieces that the model does not have keep ▁ in place of a space, so
@@ -144,11 +99,7 @@ class SentencePieceSegmenter:
     def parts(self, word: str) -> list[str]:
         """Split a word, spelled as pieces are, into pieces. Unknown text becomes characters."""
         surfaces = self._word_processor.encode(word, out_type=str)
-        return _known_parts(surfaces, self._known_pieces)
-
-    @cached_property
-    def _known_pieces(self) -> set[str]:
-        return {*self.pieces}
+        return _known_parts(surfaces, self.ids.keys())
 
     def with_pieces(self, pieces: Sequence[str]) -> SentencePieceSegmenter:
         """Return a copy with ``pieces`` appended, which it prefers to their parts.
@@ -193,19 +144,21 @@ class SentencePieceSegmenter:
             proto.pieces.add(piece=proto.trainer_spec.pad_piece, type=proto.SentencePiece.CONTROL)
         if self.processor.eos_id() < 0:
             proto.pieces.add(piece=proto.trainer_spec.eos_piece, type=proto.SentencePiece.CONTROL)
-        if len(proto.pieces) == len(self.pieces):
-            return self
         return SentencePieceSegmenter(proto.SerializeToString())
 
 
 class JsonSegmenter:
     """A tokenizer.json file of a pretrained model, read by the ``tokenizers`` library.
 
-    Added tokens that are written in the text, such as ``<extra_id_0>``, are tokens.
+    Its ids are those of the model. Added tokens that are written in the text, such as
+    ``<extra_id_0>``, are tokens. It has no ``symbols``.
+
+    Attributes:
+      content: the contents of the file.
+      ids: the id of each token.
     """
 
     symbols: Sequence[str] = ()
-    has_ids_of_model = True
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -220,21 +173,14 @@ class JsonSegmenter:
             ) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        # ``Encoding.tokens`` would be the text of unknown tokens, and spaces beside added ones.
-        self._tokens = {i: token for token, i in self._tokenizer.get_vocab().items()}
-        byte_of = {f"<0x{byte:02X}>": byte for byte in range(256)}
-        bytes_of = {i: byte_of[token] for i, token in self._tokens.items() if token in byte_of}
-        non_byte_ids = self._tokens.keys() - bytes_of.keys() - self.special_ids
+        self.ids: dict[str, int] = self._tokenizer.get_vocab()
+        byte_of_id = {self.ids.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
         # ByT5, where the tokens of a text are its bytes.
-        self._byte_of_id = {} if non_byte_ids else bytes_of
+        are_bytes = {*self.ids.values()} == byte_of_id.keys() | self.special_ids
+        self._byte_of_id = byte_of_id if are_bytes else {}
 
     def __reduce__(self) -> tuple[type, tuple[bytes]]:
         return JsonSegmenter, (self.content,)
-
-    @property
-    def tokens(self) -> dict[int, str]:
-        """Tokens by their ids in the file."""
-        return self._tokens
 
     @property
     def special_ids(self) -> set[int]:
@@ -269,11 +215,7 @@ class JsonSegmenter:
         spans = dict.fromkeys(token.offsets for token in self._tokenizer.model.tokenize(word))
         content = word.encode()  # which the offsets count
         surfaces = [content[start:end].decode() for start, end in spans]
-        return _known_parts(surfaces, self._known_pieces)
-
-    @cached_property
-    def _known_pieces(self) -> set[str]:
-        return {*self._tokens.values()}
+        return _known_parts(surfaces, self.ids.keys())
 
     def with_pieces(self, pieces: Sequence[str]) -> JsonSegmenter:
         """Return a copy with ``pieces`` after all tokens, which it prefers to their parts.
@@ -289,12 +231,12 @@ class JsonSegmenter:
             raise _cannot_have_pieces(f"the algorithm of tokenizer.json is {model['type']}")
         if is_bpe and model.get("byte_fallback"):
             raise _cannot_have_pieces("BPE in tokenizer.json splits unknown text into bytes")
-        first_id = max(self._tokens) + 1
+        first_id = max(self.ids.values()) + 1
         vocabulary = model["vocab"]
         # Tokens that the file adds have to be in its vocabulary: the library numbers those that are
         # not, such as languages, after the new pieces.
         if is_bpe:
-            vocabulary |= {token: i for i, token in self._tokens.items()}
+            vocabulary |= self.ids
             vocabulary |= {piece: first_id + rank for rank, piece in enumerate(pieces)}
             merges = [
                 (piece[:end], piece[end:]) for piece in pieces for end in range(1, len(piece))
@@ -305,18 +247,11 @@ class JsonSegmenter:
                     model["merges"].append(" ".join(pair) if is_text else pair)
         else:
             scores = _unigram_scores(pieces, self.parts, dict(vocabulary))
+            tokens = {i: token for token, i in self.ids.items()}
             for i in range(len(vocabulary), first_id):
-                vocabulary.append([self._tokens.get(i, f"<unused_{i}>"), 0.0])
+                vocabulary.append([tokens.get(i, f"<unused_{i}>"), 0.0])
             vocabulary.extend(zip(pieces, scores))
         return JsonSegmenter(json.dumps(content, ensure_ascii=False).encode())
-
-    def sample(self, lines: Sequence[str], sampling: SubwordSampling, seed: int) -> list[list[str]]:
-        """Raise ``UserError``: the ``tokenizers`` library samples in another way."""
-        raise UserError(
-            f"The training text is segmented with {sampling}; expected no subword sampling "
-            "(tokenizer.bpe_dropout 0), because it needs a SentencePiece model and this model "
-            "has a tokenizer.json file."
-        )
 
     def with_symbols(self, symbols: Sequence[str]) -> JsonSegmenter:
         """Raise ``UserError``: transformers would not know the symbols."""
@@ -337,19 +272,10 @@ class JsonSegmenter:
             "only adds tokens before and after the line."
         )
 
-    def encode(self, lines: Sequence[str]) -> list[list[str]]:
-        """Split each line into tokens, without special tokens."""
-        return [[self._tokens[i] for i in ids] for ids in self.encode_as_ids(lines)]
-
     def encode_as_ids(self, lines: Sequence[str]) -> list[list[int]]:
         """Split each line into tokens, without special tokens. Returns their ids."""
         encodings = self._tokenizer.encode_batch(list(lines), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
-
-    def decode(self, pieces: Sequence[str]) -> str:
-        """Join tokens into text, without special tokens."""
-        ids = [self._tokenizer.token_to_id(token) for token in pieces]
-        return self.decode_ids([i for i in ids if i is not None])
 
     def decode_ids(self, own_ids: Sequence[int]) -> str:
         """Join the tokens with these ids into text, without special tokens and invalid bytes."""
@@ -359,7 +285,10 @@ class JsonSegmenter:
         return self._tokenizer.decode(list(own_ids)).replace("▁", " ").strip()
 
 
-def can_choose(segmenter: SentencePieceSegmenter | JsonSegmenter, piece: str) -> bool:
+Segmenter: TypeAlias = SentencePieceSegmenter | JsonSegmenter
+
+
+def can_choose(segmenter: Segmenter, piece: str) -> bool:
     """Return True if a text with this piece can be split into it: merges of the segmenter lead to
     it, and normalization leaves it as it is.
     """
@@ -367,7 +296,7 @@ def can_choose(segmenter: SentencePieceSegmenter | JsonSegmenter, piece: str) ->
     return normalized == piece.replace("▁", "") and segmenter.parts(piece) == [piece]
 
 
-def _known_parts(surfaces: Iterable[str], known_pieces: set[str]) -> list[str]:
+def _known_parts(surfaces: Iterable[str], known_pieces: Set[str]) -> list[str]:
     """Split surfaces that are not pieces into characters."""
     parts = list[str]()
     for surface in surfaces:
@@ -409,14 +338,14 @@ def model_proto(model: bytes) -> Any:
     return proto.ModelProto.FromString(model)
 
 
-def make_segmenter(content: bytes) -> SentencePieceSegmenter | JsonSegmenter:
+def make_segmenter(content: bytes) -> Segmenter:
     """Make the segmenter for the contents of a SentencePiece model or a tokenizer.json file."""
     if content.lstrip().startswith(b"{"):
         return JsonSegmenter(content)
     return SentencePieceSegmenter(content)
 
 
-def read_segmenter(path: Path) -> SentencePieceSegmenter | JsonSegmenter:
+def read_segmenter(path: Path) -> Segmenter:
     """Read a SentencePiece model or a tokenizer.json file. Raises ``UserError`` if corrupt."""
     return JsonSegmenter(path.read_bytes()) if path.suffix == ".json" else read_sentencepiece(path)
 

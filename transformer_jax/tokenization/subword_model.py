@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.tokenization.segmenters import (
     JsonSegmenter,
+    Segmenter,
     SentencePieceSegmenter,
     can_choose,
     make_segmenter,
 )
-from transformer_jax.tokenization.subword_sampling import SubwordSampling, any_symbol_pattern
+from transformer_jax.tokenization.subword_sampling import BpeDropout, any_symbol_pattern
 from transformer_jax.tokenization.vocabulary import Vocabulary
 
 # The tag that can begin a line in multilingual Marian models.
@@ -34,7 +35,7 @@ class SubwordModel:
 
     def __init__(
         self,
-        segmenter: bytes | SentencePieceSegmenter | JsonSegmenter,
+        segmenter: bytes | Segmenter,
         vocabulary: Vocabulary | None = None,
         *,
         languages: Sequence[str] = (),
@@ -57,7 +58,7 @@ class SubwordModel:
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         # True if the segmenter's ids are those of the vocabulary.
-        self._ids_agree = self.has_own_vocabulary or segmenter.has_ids_of_model
+        self._ids_agree = self.has_own_vocabulary or isinstance(segmenter, JsonSegmenter)
         has_tags = not self._ids_agree and any(map(_TAG_TOKEN.fullmatch, vocabulary.tokens))
         tag = f"(?:{_TAG})?" if has_tags else ""
         self._tag_pattern = re.compile(tag)
@@ -81,7 +82,7 @@ class SubwordModel:
         return len(self.vocabulary.tokens)
 
     def encode(
-        self, lines: Sequence[str], *, sampling: SubwordSampling | None = None, seed: int = 0
+        self, lines: Sequence[str], *, sampling: BpeDropout | None = None, seed: int = 0
     ) -> list[list[int]]:
         """Encode the text of each line as token ids, without BOS, EOS and languages
         (``Tokenizer.affixes``).
@@ -95,19 +96,20 @@ class SubwordModel:
             raise UserError(f"lines is {short_repr(lines)}; expected a list of lines.")
         if self._ids_agree and sampling is None:
             encoded = self.segmenter.encode_as_ids(lines)
-            if self.has_own_vocabulary:  # whose control symbols are never in text
-                return encoded
             return [self.vocabulary.without_controls(ids) for ids in encoded]
+        if isinstance(self.segmenter, JsonSegmenter):
+            raise UserError(
+                f"The training text is segmented with {sampling}; expected no subword sampling "
+                "(tokenizer.bpe_dropout 0), because it needs a SentencePiece model and this model "
+                "has a tokenizer.json file."
+            )
         tags = [_prefix(self._tag_pattern, line) for line in lines]
         texts = [line[len(tag) :] for line, tag in zip(lines, tags)]
-        if sampling is None:
-            pieces_of_lines = self.segmenter.encode(texts)
-        else:
-            pieces_of_lines = self.segmenter.sample(texts, sampling, seed)
-        return [
-            self.vocabulary.text_ids([tag, *pieces] if tag else pieces)
-            for tag, pieces in zip(tags, pieces_of_lines)
-        ]
+        encoded = []
+        for tag, pieces in zip(tags, self.segmenter.encode(texts, sampling, seed)):
+            ids = self.vocabulary.ids([tag, *pieces] if tag else pieces)
+            encoded.append(self.vocabulary.without_controls(ids))
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode a sequence of token ids to text, skipping PAD, BOS, EOS, languages and other
@@ -118,6 +120,7 @@ class SubwordModel:
         if self._ids_agree:
             text = self.segmenter.decode_ids(visible_ids)
         else:
+            assert isinstance(self.segmenter, SentencePieceSegmenter)
             text = self.segmenter.decode(self.tokens(visible_ids))
         # byte tokens can decode to a newline, but a line must stay one line
         return text.replace("\n", " ")
@@ -179,7 +182,7 @@ class SubwordModel:
             assert isinstance(segmenter, SentencePieceSegmenter)
             return SubwordModel(segmenter.with_symbols(tokens), languages=[*old, *tokens])
         vocabulary = self.vocabulary
-        if isinstance(segmenter, SentencePieceSegmenter) and model in segmenter.pieces:
+        if isinstance(segmenter, SentencePieceSegmenter) and model in segmenter.ids:
             raise _needs_tokenizer_json("tokenizer.new_languages")
         for new_token in tokens:
             if new_token in vocabulary.id_of:
@@ -190,7 +193,7 @@ class SubwordModel:
             number = max(i for i, token in enumerate(vocabulary.tokens) if token) + 1
             if isinstance(segmenter, JsonSegmenter):
                 segmenter = segmenter.with_language(new_token, model)
-                number = next(i for i, token in segmenter.tokens.items() if token == new_token)
+                number = segmenter.ids[new_token]
             vocabulary = vocabulary.with_language(new_token, number, vocabulary.id_of[model])
         return SubwordModel(segmenter, vocabulary)
 
@@ -223,8 +226,8 @@ class SubwordModel:
             )
         if self.has_own_vocabulary:
             return SubwordModel(segmenter, languages=self.tokens(self.vocabulary.languages))
-        ids = {token: i for i, token in segmenter.tokens.items()}
-        return SubwordModel(segmenter, vocabulary.with_ids({piece: ids[piece] for piece in pieces}))
+        new_ids = {piece: segmenter.ids[piece] for piece in pieces}
+        return SubwordModel(segmenter, vocabulary.with_ids(new_ids))
 
     def part_ids(self, piece: str) -> list[int]:
         """Return the ids of the subwords that a word, spelled as they are, is split into."""

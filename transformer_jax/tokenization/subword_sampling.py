@@ -1,8 +1,5 @@
 """Subword sampling: random segmentations of a training text, with a reproducible seed.
 
-``subword_sampling`` returns the kind that the settings turn on, a ``SubwordSampling``: so far, this
-is always ``BpeDropout``.
-
 SentencePiece can also sample, but (as of 0.2.3) it salts each process's generator randomly, so a
 seed does not reproduce a segmentation. Its distribution also differs from the paper's: a dropped
 merge stays dropped until a neighbor changes. Here, pieces and scores come from SentencePiece,
@@ -18,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import sentencepiece
 
@@ -55,28 +52,19 @@ class BpeDropout:
         """What determines a segmentation, for the fingerprint of a corpus."""
         return "Algorithm 1", self.dropout
 
-    def sampler(
-        self, processor: sentencepiece.SentencePieceProcessor, proto: Any
-    ) -> SubwordSampler:
-        """Return the sampler of a SentencePiece model (see ``segmenters.model_proto``).
 
-        Raises ``UserError`` if the model does not suit.
-        """
-        return SubwordSampler(processor, proto, self.dropout)
-
-
-SubwordSampling: TypeAlias = BpeDropout
-
-
-def subword_sampling(config: TokenizerConfig) -> SubwordSampling | None:
+def subword_sampling(config: TokenizerConfig) -> BpeDropout | None:
     """Return the kind of sampling that the settings turn on, if any."""
     if config.bpe_dropout:
         return BpeDropout(config.bpe_dropout, config.bpe_dropout_samples)
     return None
 
 
-class SubwordSampler:
-    """Draws segmentations with ``BpeDropout``."""
+class BpeDropoutSampler:
+    """Draws segmentations of a SentencePiece model (see ``segmenters.model_proto``).
+
+    Raises ``UserError`` if the model does not suit.
+    """
 
     def __init__(
         self, processor: sentencepiece.SentencePieceProcessor, proto: Any, dropout: float

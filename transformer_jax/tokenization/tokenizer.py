@@ -33,7 +33,6 @@ _SOURCE = "tokenizer.source.model"
 _TARGET = "tokenizer.target.model"
 _JSON = "tokenizer.tokens.json"
 _PRETRAINED = "tokenizer.pretrained.zip"
-_OF_EARLIER_VERSIONS = ("tokenizer.vocab.json", "tokenizer.languages.json")
 TOKENIZER_FILES = {_MANIFEST, _MODEL, _SOURCE, _TARGET, _JSON, _PRETRAINED}
 
 _Model = bytes | SentencePieceSegmenter
@@ -115,11 +114,12 @@ class Tokenizer:
         Raises ``UserError`` if a file is corrupt.
         """
         directory = Path(directory)
-        manifest = _read_manifest(directory)
-        if not manifest:
+        file = directory / _MANIFEST
+        if not file.exists():
             names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
             return cls.from_models(*(read_sentencepiece(directory / name) for name in names))
         try:
+            manifest = json.loads(file.read_bytes())
             languages = Languages(**manifest["languages"]).checked()
             tags = [*languages.tokens.values()]
             sides = []
@@ -139,18 +139,10 @@ class Tokenizer:
                 },
                 pretrained=(directory / Path(original).name).read_bytes() if original else b"",
             )
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise _corrupt(directory / _MANIFEST, error) from None
-
-    @staticmethod
-    def load_languages(directory: str | Path) -> Sequence[str]:
-        """Return the language codes of a saved tokenizer, without loading the rest."""
-        directory = Path(directory)
-        try:
-            languages = _read_manifest(directory).get("languages") or {}
-            return list(Languages(**languages).checked().tokens)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise _corrupt(directory / _MANIFEST, error) from None
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"{str(file)!r} is corrupt ({error}); restore it from a backup."
+            ) from None
 
     def with_languages(self, source: str = "", target: str = "") -> Tokenizer:
         """Return a copy whose lines are in these languages by default ("": no change).
@@ -330,28 +322,3 @@ def _vocabulary(fields: dict[str, Any] | None) -> Vocabulary | None:
     "".join(tokens)  # raises TypeError unless they are strings
     ids = {name: tuple(map(int, fields[name])) for name in ("special", "languages")}
     return Vocabulary(**{**fields, "tokens": tokens, **ids})
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Read the manifest of a saved tokenizer; {} if it needs none."""
-    file = directory / _MANIFEST
-    if not file.exists():
-        for name in _OF_EARLIER_VERSIONS:
-            if (directory / name).exists():
-                raise UserError(
-                    f"{str(directory)!r} was imported by an earlier version of transformer_jax, "
-                    "which changed the token ids; import the model again (python -m "
-                    "transformer_jax.pretrained import) and fine-tune it again."
-                )
-        return {}
-    try:
-        manifest = json.loads(file.read_bytes())
-        if not isinstance(manifest, dict):
-            raise TypeError("it is not an object")
-        return manifest
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _corrupt(file, error) from None
-
-
-def _corrupt(file: Path, error: Exception) -> UserError:
-    return UserError(f"{str(file)!r} is corrupt ({error}); restore it from a backup.")

@@ -62,12 +62,12 @@ class Vocabulary:
         """
         processor = segmenter.processor
         return cls(
-            tuple(segmenter.pieces),
+            tuple(segmenter.ids),
             processor.pad_id(),
             processor.eos_id(),
             processor.unk_id(),
             processor.bos_id() if processor.bos_id() >= 0 else None,
-            languages=tuple(i for i, piece in enumerate(segmenter.pieces) if piece in languages),
+            languages=tuple(i for piece, i in segmenter.ids.items() if piece in languages),
         )
 
     @cached_property
@@ -111,15 +111,13 @@ class Vocabulary:
             )
         return ids  # type: ignore[return-value]
 
-    def text_ids(self, tokens: Iterable[str]) -> list[int]:
-        """Convert the pieces of a text to ids. A word such as </s> is not a special token."""
-        return self.without_controls(self.ids(tokens))
-
-    def without_controls(self, ids: Sequence[int]) -> list[int]:
-        """Replace PAD, BOS, EOS and ids without a token by UNK, or leave them out without UNK."""
+    def without_controls(self, ids: list[int]) -> list[int]:
+        """Replace PAD, BOS, EOS and ids without a token by UNK, or leave them out without UNK: in
+        a text, a word such as </s> is not a special token.
+        """
         non_text_ids = self.non_text_ids
         if non_text_ids.isdisjoint(ids):
-            return list(ids)
+            return ids
         if self.unk_id is None:
             return [number for number in ids if number not in non_text_ids]
         return [self.unk_id if number in non_text_ids else number for number in ids]
