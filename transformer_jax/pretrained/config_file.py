@@ -86,7 +86,7 @@ class PretrainedConfig:
             fields["bos_token_id"],
             pad_id if "num_layers" in self.family.defaults else eos,  # T5 starts with PAD
         ]
-        start = next((number for number in candidates if number is not None), None)
+        start: Any = next((number for number in candidates if number is not None), None)
         ids = {
             "pad_token_id": pad_id,
             "eos_token_id": eos,
