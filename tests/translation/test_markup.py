@@ -9,6 +9,7 @@ import re
 import sysconfig
 import time
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from xml.parsers import expat
@@ -25,7 +26,7 @@ from transformer_jax.settings.config import DecodingConfig, TokenizerConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.tokenization.words import token_words
 from transformer_jax.translation.alignment import Alignment
-from transformer_jax.translation.documents.line import DocumentLine, Unit
+from transformer_jax.translation.documents.line import DocumentLine
 from transformer_jax.translation.markup import Document
 from transformer_jax.translation.requests import Request, Translation
 from transformer_jax.translation.translator import Translator
@@ -56,8 +57,9 @@ def join(document: Document, *translations: Translation | str) -> str:
 def placeholders(text: str, **settings) -> list[str]:
     """Source text of the placeholders in a document of one line, and of its other marks."""
     [line] = Document(text, "html", TOKENIZER, **settings).lines
-    places = [mark if isinstance(mark, Unit) else mark.opening for mark in line.marks]
-    return [text[place.start : place.end] for place in places]
+    places = [line.units[index] for index in line.placeholders]
+    places += [mark.opening for mark in line.marks]
+    return [text[place.start : place.end] for place in sorted(places, key=attrgetter("start"))]
 
 
 def reverse(line: DocumentLine) -> Translation:
@@ -188,7 +190,17 @@ def test_patterns_are_independent(protect, expected):
 @pytest.mark.parametrize("protect", [(), ("x*",), (r"\d*",)])
 def test_an_empty_match_is_no_placeholder(protect):
     [line] = Document("one two 3x.", "html", TOKENIZER, protect=protect).lines
-    assert line.text.startswith("one two") and len(line.marks) == len(protect)
+    assert line.text.startswith("one two") and len(line.marks) + len(line.placeholders) == len(
+        protect
+    )
+
+
+def test_a_pattern_can_match_white_space():
+    text = "one  two\nthree &nbsp;four"
+    document = Document(text, "html", KNOWN, protect=[r"\s+"])
+    assert [line.text for line in document.lines] == ["one two three four"]
+    assert join(document, "one two three four") == text
+    assert sorted(join(document, "FOUR ONE").split()) == ["&nbsp;", "FOUR", "ONE"]
 
 
 WORDS = st.sampled_from(["one", "two ", " three", " ", "\n", "&amp;", "four.", "{x}", "é", ""])

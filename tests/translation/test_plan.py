@@ -65,7 +65,7 @@ def test_what_is_divided(translator):
     assert sources(translator.plan(page, split_sentences=False)) == [line, "Seven"]
     long = translator.plan(Request(" ".join([line] * 3)))
     assert sources(long) == [" ".join([line] * 3)]
-    assert [each.text for each in long.parts[0].segments] == [
+    assert [each.source for each in long.parts[0].segments] == [
         "One two three.",
         "Four five six.",
     ] * 3

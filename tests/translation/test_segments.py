@@ -87,7 +87,7 @@ WORDS_AND_SPACES = st.sampled_from(
 def test_no_segment_of_any_text_is_above_the_limit_and_none_is_lost(text, limit):
     segments, after = cut_into_segments(text, limit, small_tokenizer())
     assert all(len(segment.tokens) <= limit for segment in segments)
-    joined = "".join(segment.before + segment.text for segment in segments) + after
+    joined = "".join(segment.before + segment.source for segment in segments) + after
     assert re.sub(r"\s+", " ", joined) == re.sub(r"\s+", " ", text)  # no space inside a word
 
 

@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -55,12 +55,40 @@ _MAX_RATIO = 3
 _MAX_WEIGHTS = 2**22
 
 
+def _join(
+    pieces: Sequence[Segment | Part], translations: Sequence[Translation], after: str
+) -> Translation:
+    """Join the translations of consecutive segments or parts. Scores are added."""
+    joiner = SentenceJoiner()
+    tokens = list[str]()
+    eos_token = ""
+    for piece, translation in zip(pieces, translations, strict=True):
+        joiner.add(piece.before, piece.source, translation.text)
+        if translation.length:
+            eos_token = translation.eos_token
+            tokens += [*translation.tokens, eos_token]
+    return Translation(
+        joiner.text + after,
+        sum(translation.score for translation in translations),
+        sum(translation.log_prob for translation in translations),
+        len(tokens),
+        tuple(tokens[:-1]),
+        tuple(chain.from_iterable(t.token_log_probs for t in translations)),
+        unmet=_all_unmet(translations),
+        eos_token=eos_token,
+    )
+
+
+def _all_unmet(translations: Iterable[Translation]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(t.unmet for t in translations)))
+
+
 @dataclass(frozen=True)
 class Part:
     """A text with a ``Translation`` of its own: a sentence, or a line that is not divided."""
 
     request: Request
-    """The text with its options; the first part of a text has the prefix."""
+    """The text with its options."""
     source: str
     """The text without the tag that begins every part of a tagged text."""
     before: str
@@ -94,48 +122,46 @@ class Part:
             ranked = [Translation(self.after, score, score, 0)]
         if self.terms:
             ranked = [dataclasses.replace(t, unmet=unmet_terms(self.terms, t.text)) for t in ranked]
-            if ranked[0].unmet:
-                message = "%s: the translation lacks the glossary's terms for: %s."
-                logger.warning(message, self.request.name, ", ".join(ranked[0].unmet))
-            problem = self._describe_problem(ranked[0])
-            if problem:
-                message = (
-                    "%s: the translation %s. This happens if the model would never choose a "
-                    "glossary term by itself (%s); shorten the term, or add alternatives."
-                )
-                names = short_repr(", ".join(self.terms))
-                logger.warning(message, self.request.name, problem, names)
+            self._warn_of_terms(ranked[0])
         return ranked
 
-    def _describe_problem(self, translation: Translation) -> str:
-        """Return what is wrong with a translation that was forced to contain terms, if anything."""
-        repeated = find_repetition(translation.tokens, self.terms)
-        if repeated:
-            return f"repeats {short_repr(repeated)}"
+    def _joined(self, hypotheses: Sequence[Hypothesis]) -> Translation:
+        """Join hypotheses, one for each segment, into one translation."""
+        translations = [
+            Translation(
+                self.tokenizer.target.decode(hypothesis.tokens),
+                hypothesis.score,
+                hypothesis.log_prob,
+                len(hypothesis.tokens) + 1,
+                tuple(self.tokenizer.target.tokens(hypothesis.tokens)),
+                tuple(hypothesis.token_log_probs),
+                eos_token=self.tokenizer.target.eos_token,
+            )
+            for hypothesis in hypotheses
+        ]
+        joined = _join(self.segments, translations, self.after)
+        # the mean keeps the best translation first
+        return dataclasses.replace(joined, score=joined.score / len(hypotheses))
+
+    def _warn_of_terms(self, translation: Translation) -> None:
+        """Log what is wrong with a translation that was forced to contain terms, if anything."""
+        if translation.unmet:
+            message = "%s: the translation lacks the glossary's terms for: %s."
+            logger.warning(message, self.request.name, ", ".join(translation.unmet))
         num_source = sum(len(sentence.tokens) for sentence in self.sentences)
         longest = [max(len(target.ids) for target in targets) for targets in self.terms.values()]
-        if translation.length > _MAX_RATIO * (num_source + sum(longest)):
-            return f"has {translation.length} tokens, for {num_source} of the source"
-        return ""
-
-    def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
-        """Join hypotheses, one for each segment, into one translation."""
-        target = self.tokenizer.target
-        joiner = SentenceJoiner()
-        tokens = list[str]()
-        for segment, hypothesis in zip(self.segments, hypotheses):
-            joiner.add(segment.before, segment.text, target.decode(hypothesis.tokens))
-            tokens += [*target.tokens(hypothesis.tokens), target.eos_token]
-        return Translation(
-            joiner.text + self.after,
-            # the mean keeps the best translation first
-            sum(hypothesis.score for hypothesis in hypotheses) / len(hypotheses),
-            sum(hypothesis.log_prob for hypothesis in hypotheses),
-            len(tokens),
-            tuple(tokens[:-1]),
-            tuple(chain.from_iterable(hypothesis.token_log_probs for hypothesis in hypotheses)),
-            eos_token=target.eos_token,
+        repeated = find_repetition(translation.tokens, self.terms)
+        if repeated:
+            problem = f"repeats {short_repr(repeated)}"
+        elif translation.length > _MAX_RATIO * (num_source + sum(longest)):
+            problem = f"has {translation.length} tokens, for {num_source} of the source"
+        else:
+            return
+        message = (
+            "%s: the translation %s. This happens if the model would never choose a "
+            "glossary term by itself (%s); shorten the term, or add alternatives."
         )
+        logger.warning(message, self.request.name, problem, short_repr(", ".join(self.terms)))
 
 
 @dataclass(frozen=True)
@@ -147,30 +173,11 @@ class Line:
 
     def join(self, translations: Sequence[Translation]) -> Translation:
         """Return the line's translation from those of its parts."""
-        joiner = SentenceJoiner()
-        for part, translation in zip(self.parts, translations, strict=True):
-            joiner.add(part.before, part.source, translation.text)
-        tokens = list[str]()
-        eos_token = ""
-        for translation in translations:
-            if translation.length:
-                eos_token = translation.eos_token
-                tokens += [*translation.tokens, eos_token]
         alignments = [
             _without_tag(part, t.alignment) for part, t in zip(self.parts, translations) if t.tokens
         ]
-        missing = chain.from_iterable(translation.unmet for translation in translations)
-        return Translation(
-            joiner.text + self.after,
-            sum(translation.score for translation in translations),
-            sum(translation.log_prob for translation in translations),
-            len(tokens),
-            tuple(tokens[:-1]),
-            tuple(chain.from_iterable(t.token_log_probs for t in translations)),
-            _concatenate_if_complete(alignments),
-            tuple(dict.fromkeys(missing)),
-            eos_token,
-        )
+        joined = _join(self.parts, translations, self.after)
+        return dataclasses.replace(joined, alignment=_concatenate_if_complete(alignments))
 
 
 def _without_tag(part: Part, alignment: Alignment | None) -> Alignment | None:
@@ -245,13 +252,12 @@ class Plan:
         lines = [line.join(list(islice(selected, len(line.parts)))) for line in self.lines]
         if self.document is None:
             return lines[0]
-        missing = chain.from_iterable(line.unmet for line in lines)
         return Translation(
             self.document.join(lines),
             sum(line.score for line in lines),
             sum(line.log_prob for line in lines),
             0,
-            unmet=tuple(dict.fromkeys(missing)),
+            unmet=_all_unmet(lines),
         )
 
 
@@ -306,19 +312,29 @@ class PlanBuilder:
         check_text(request.text, request.name)
         self.tags.check(request)
         request_glossary = self.glossary(request.glossary, f"{request.name}: glossary")
-        is_one_part = split_sentences is None and request.format == "text"
-        parts = _PartMaker(
-            self,
-            request,
-            [glossary, request_glossary],
-            max(1, num_hypotheses),
-            language=language
+        language = (
+            language
             or request.source_language
             or self._default_language
-            or _declared_language(request),
-            tag="" if is_one_part else self.tokenizer.source.tag(request.text),
+            or _declared_language(request)
         )
-        plan = self._make_plan(parts, request, split_sentences, protect)
+        is_one_part = split_sentences is None and request.format == "text"
+        tag = "" if is_one_part else self.tokenizer.source.tag(request.text)
+        glossaries = [glossary, request_glossary]
+        parts = _PartMaker(self, request, glossaries, max(1, num_hypotheses), language, tag)
+        text = request.text.removeprefix(tag)
+        if request.format == "text":
+            divided = _divide(text, request, split_sentences, language)
+            plan = Plan(request, [parts.line(divided, needs_alignment=False)])
+        else:
+            document = Document(
+                text, request.format, self.tokenizer, protect=protect, name=request.name
+            )
+            lines = list[Line]()
+            for line in document.lines:
+                divided = _divide(line.text, request, split_sentences, language)
+                lines.append(parts.line(divided, needs_alignment=line.needs_alignment))
+            plan = Plan(request, lines, document)
         parts.warn_of_long_parts()
         return plan
 
@@ -331,31 +347,17 @@ class PlanBuilder:
                 return code
         return ""
 
-    def _make_plan(
-        self,
-        parts: _PartMaker,
-        request: Request,
-        split_sentences: bool | None,
-        protect: Sequence[str],
-    ) -> Plan:
-        text = request.text.removeprefix(parts.tag)
-        if request.format == "text":
-            if split_sentences is None:
-                return Plan(request, [Line([parts.make_part(text)] if text.strip() else [])])
-            divided = as_one_sentence(text)
-            if split_sentences:
-                divided = divide(text, language=parts.language)
-            return Plan(request, [parts.line(divided)])
-        document = Document(
-            text, request.format, self.tokenizer, protect=protect, name=request.name
-        )
-        lines = list[Line]()
-        for line in document.lines:
-            divided = as_one_sentence(line.text)
-            if split_sentences is not False:
-                divided = divide(line.text, language=parts.language, copy_symbols=False)
-            lines.append(parts.line(divided, needs_alignment=bool(line.marks)))
-        return Plan(request, lines, document)
+
+def _divide(
+    text: str, request: Request, split_sentences: bool | None, language: str
+) -> DividedText:
+    """Divide a line. The parts of a document have all of its text."""
+    is_plain = request.format == "text"
+    if is_plain and split_sentences is None:  # exactly the text
+        return DividedText([text], [""], "") if text.strip() else DividedText([], [], "")
+    if split_sentences is False:
+        return as_one_sentence(text)
+    return divide(text, language=language, copy_symbols=is_plain)
 
 
 def _declared_language(request: Request) -> str:
@@ -367,12 +369,7 @@ def _declared_language(request: Request) -> str:
 
 
 class _PartMaker:
-    """Makes the parts of one request in order.
-
-    Attributes:
-      language: see ``PlanBuilder.plan``.
-      tag: text that begins every part.
-    """
+    """Makes the parts of one request in order."""
 
     def __init__(
         self,
@@ -380,12 +377,12 @@ class _PartMaker:
         request: Request,
         glossaries: list[Glossary],
         num_hypotheses: int,
-        *,
         language: str,
         tag: str,
     ):
-        self.language = language
-        self.tag = tag
+        """``language`` is that of the text. ``tag`` begins every part."""
+        self._language = language
+        self._tag = tag
         self._plan_builder = plan_builder
         self._request = request
         self._glossaries = glossaries
@@ -394,42 +391,38 @@ class _PartMaker:
         self._unscored_prefix = self._affixes.before_target[
             : plan_builder.tokenizer.unscored_prefix_length
         ]
-        self._prefix_ids = self._unscored_prefix
+        self._next_prefix = self._unscored_prefix
         if prefix := self._encoded_prefix():
-            self._prefix_ids = self._affixes.target(prefix)
-        self._prefix_text = request.prefix
+            self._next_prefix = self._affixes.target(prefix)
         self._long_parts = list[tuple[int, int]]()
 
-    def line(self, divided: DividedText, *, needs_alignment: bool = False) -> Line:
+    def line(self, divided: DividedText, *, needs_alignment: bool) -> Line:
         """Make a line of sentences."""
         parts = [
-            self.make_part(sentence, before, needs_alignment)
+            self._make_part(sentence, before, needs_alignment)
             for sentence, before in zip(divided.sentences, divided.before)
         ]
         return Line(parts, divided.after)
 
-    def make_part(self, source: str, before: str = "", needs_alignment: bool = False) -> Part:
-        """Make the next part. Only the first has the request's prefix."""
-        tokenizer = self._plan_builder.tokenizer
-        request = dataclasses.replace(
-            self._request, text=self.tag + source, prefix=self._prefix_text
-        )
+    def _make_part(self, source: str, before: str, needs_alignment: bool) -> Part:
+        """Make the next part. Only the first segment of all has the request's prefix."""
+        request = dataclasses.replace(self._request, text=self._tag + source)
         segments, after = self._segments(request)
         terms = self._terms(request.text)
-        is_one_segment = len(segments) == 1
         sentences = list[Sentence]()
         for index, segment in enumerate(segments):
+            segment_terms = terms if len(segments) == 1 else self._terms(segment.source)
             sentences.append(
                 Sentence(
                     segment.tokens,
-                    self._prefix_ids,
+                    self._next_prefix,
                     seed=(max(1, request.line_number) + _SEED_STRIDE * index) % 2**32,
                     num_hypotheses=self._num_hypotheses,
-                    terms=self._term_table(terms if is_one_segment else self._terms(segment.text)),
+                    terms=self._term_table(segment_terms),
                 )
             )
-            self._prefix_ids = self._unscored_prefix  # the language begins every segment
-        self._prefix_text = ""
+            self._next_prefix = self._unscored_prefix  # the language begins every segment
+        tokenizer = self._plan_builder.tokenizer
         return Part(
             request, source, before, segments, sentences, after, terms, needs_alignment, tokenizer
         )
@@ -460,7 +453,7 @@ class _PartMaker:
             plan_builder.max_source_tokens,
             plan_builder.tokenizer,
             self._affixes,
-            self.language,
+            self._language,
         )
         self._long_parts.append((len(tokens), len(segments)))
         return [segment for segment in segments if segment.tokens], after.rstrip()
@@ -487,7 +480,6 @@ class _PartMaker:
         return prefix
 
     def _terms(self, text: str) -> Terms:
-        """Find the terms of the glossaries in a text."""
         glossary, request_glossary = self._glossaries
         return glossary.find_terms(text, request_glossary)
 

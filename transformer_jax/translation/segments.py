@@ -17,7 +17,7 @@ _SPACE = re.compile(r"\s+")
 class Segment(NamedTuple):
     """A part of a text that the model translates at once."""
 
-    text: str
+    source: str
     """The text without the tag that begins every segment."""
     tokens: list[int]
     """Source tokens, with the tag."""
@@ -46,26 +46,19 @@ def cut_into_segments(
         untagged = text
     tag = tokenizer.source.tag(text) if tag_tokens else ""
     limit -= len(tag_tokens)
-    texts = list[str]()
-    ids_of_words = list[list[int]]()
-    texts_before = list[str]()
+    segments = list[Segment]()
     divided = divide(untagged, language=language)
     for text_before, sentence in zip(divided.before, divided.sentences):
         for piece, piece_tokens in _pieces(sentence, limit, tokenizer):
-            texts.append(piece.strip())
-            ids_of_words.append(tag_tokens + piece_tokens)
-            texts_before.append(text_before)
+            segments.append(Segment(piece.strip(), tag_tokens + piece_tokens, text_before))
             text_before = " " if piece[-1].isspace() else ""
     # Encode each segment as a whole. This rarely takes more tokens than encoding its words, because
     # every word starts with a space token, even if it has no leading space.
-    encoded = tokenizer.source.encode([tag + piece for piece in texts])
-    segments = list[Segment]()
-    for piece, segment_ids, word_ids, text_before in zip(
-        texts, encoded, ids_of_words, texts_before
-    ):
-        is_within_limit = len(segment_ids) <= len(tag_tokens) + limit
-        source_ids = affixes.source(segment_ids if is_within_limit else word_ids)
-        segments.append(Segment(piece, source_ids, text_before))
+    encoded = tokenizer.source.encode([tag + segment.source for segment in segments])
+    for index, (segment, tokens) in enumerate(zip(segments, encoded)):
+        if len(tokens) > len(tag_tokens) + limit:
+            tokens = segment.tokens
+        segments[index] = segment._replace(tokens=affixes.source(tokens))
     return segments, divided.after
 
 

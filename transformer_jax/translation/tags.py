@@ -42,16 +42,15 @@ class TagCheck:
         if source or not self.tags or not request.text.strip():
             return  # the language is chosen in another way
         tag = _TAG.match(request.text)
-        if tag is None:
-            problem = "has no tag for the target language"
-        elif tag[1] not in self.tags:
-            problem = f"has the unknown tag {short_repr(tag[1])}"
-        else:
+        if tag and tag[1] in self.tags:
             return
-        kind = "none" if tag is None else "unknown"
+        kind = "unknown" if tag else "missing"
         if kind in self._warned:
             return
         self._warned.add(kind)
+        problem = "has no tag for the target language"
+        if tag:
+            problem = f"has the unknown tag {short_repr(tag[1])}"
         known = ", ".join(self.tags[:_MAX_SHOWN])
         if len(self.tags) > _MAX_SHOWN:
             known += ", ..."

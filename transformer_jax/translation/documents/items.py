@@ -7,18 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import unescape
-from itertools import pairwise
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal
 
 from transformer_jax.translation.documents.formats import DocumentFormat
-from transformer_jax.translation.documents.placeholders import template_tags
-from transformer_jax.translation.documents.tokens import MarkupToken, name_set
+from transformer_jax.translation.documents.placeholders import TemplateTag, template_tags
+from transformer_jax.translation.documents.tokens import MarkupToken
 
-FORMATTING = name_set(
-    "a b bdi bdo big bold del em emphasis font hi i ins italic mark nobr s small strike strong tt "
-    "u wbr"
-)
-"""Elements that can begin or end inside a word."""
 # Depth of the elements that a start tag may end.
 _MAX_DEPTH = 256
 # Tags and atoms of a line; more take long to place.
@@ -46,188 +42,158 @@ class Item:
     """The text, without character references."""
     offsets: Sequence[int] = field(default=(), repr=False)
     """Place in the document of each character of the text, and the end."""
+    opening: Item | None = field(default=None, repr=False)
+    """The start tag of an end tag."""
+    before: str = ""
+    """The character before an atom: a space, or the last one of the unit before it."""
+    after: str = ""
+    """The character after an atom: a space, or the first one of the unit after it."""
 
 
-def document_items(text: str, format: DocumentFormat, name: str) -> list[Item]:
-    """Read a document. Tags that are not between two borders, as their partner is, are borders.
+def document_items(text: str, format: DocumentFormat, name: str) -> Iterator[Item]:
+    """Read a document. All tags with a partner are inline.
 
     Raises ``UserError`` for a document that its format does not allow. ``name`` is for messages.
     """
-    tree = _Tree(text, format.read_tokens(text, name), format)
-    return _divide_elements_at_borders(_items(text, tree))
+    tokens = format.read_tokens(text, name)
+    _Tree(text, format).add(tokens)
+    return _items(text, tokens, format)
 
 
 class _Tree:
-    """Which tags belong together, and which text is translated.
+    """Finds the element around each token, and what is translated."""
 
-    Attributes:
-      matching_tags: index of the matching tag of each token; -1: it has none.
-      parents: index of the start tag around each token; -1: it has none.
-      is_translated: whether the token (for a tag, the content of its element) is translated.
-      preserves_space: whether white space counts.
-    """
-
-    def __init__(self, text: str, tokens: Sequence[MarkupToken], format: DocumentFormat):
-        self.tokens = tokens
+    def __init__(self, text: str, format: DocumentFormat):
+        self._text = text
         self._format = format
-        self.matching_tags = [-1] * len(tokens)
-        self.parents = list[int]()
-        self.is_translated = list[bool]()
-        self.preserves_space = list[bool]()
-        self._stack = list[int]()
+        root = MarkupToken("open", 0, len(text), translate=True, preserve=False)
+        self._stack = [root]
         self._open_names = Counter[str]()
-        self._partly_translated = set[int]()
-        """Untranslated elements with translated ones in them."""
-        for index, token in enumerate(tokens):
+
+    def add(self, tokens: Sequence[MarkupToken]) -> None:
+        """Set the fields of all tokens."""
+        for token in tokens:
             if token.kind == "close":
-                self._close(index)
-            elif token.name in format.ended_by_start_tag:
+                self._close(token)
+            elif token.name in self._format.ended_by_start_tag:
                 self._end_implied(token.name)
-            self._add_token(index)
-        self._with_own_text = {
-            parent
-            for token, parent in zip(tokens, self.parents)
-            if token.kind == "text" and text[token.start : token.end].strip()
-        }
+            self._add_token(token)
 
-    def is_inline(self, index: int) -> bool:
-        """Whether a tag or other token does not divide a text."""
-        token = self.tokens[index]
-        if token.kind in ("open", "close") and self.matching_tags[index] < 0:
-            return False
-        if self._format.inline_names is not None:
-            return bool(self._format.inline_names.fullmatch(token.name))
-        first = min(index, self.matching_tags[index]) if token.kind == "close" else index
-        return self.parents[first] in self._with_own_text
-
-    def is_atom(self, index: int) -> bool:
-        """Whether a start tag begins an inline element without translated text."""
-        is_outermost = self.parents[index] < 0 or self.is_translated[self.parents[index]]
-        is_kept = not self.is_translated[index] and index not in self._partly_translated
-        return is_outermost and is_kept and self.is_inline(index)
-
-    def _add_token(self, index: int) -> None:
+    def _add_token(self, token: MarkupToken) -> None:
         """Note where a token is and, if it is a start tag, open its element."""
-        token = self.tokens[index]
-        parent = self._stack[-1] if self._stack else -1
-        is_translated = self.is_translated[parent] if parent >= 0 else True
-        preserves_space = self.preserves_space[parent] if parent >= 0 else False
+        parent = self._stack[-1]
+        token.parent = parent
+        if token.translate is None:
+            token.translate = parent.translate and token.name not in self._format.untranslated
+        if token.preserve is None:
+            token.preserve = parent.preserve
+        if token.kind == "text" and self._text[token.start : token.end].strip():
+            parent.has_text = True
         if token.kind == "open":
-            self._stack.append(index)
+            self._stack.append(token)
             self._open_names[token.name] += 1
-            if token.name in self._format.untranslated:
-                is_translated = False
-            if token.translate is not None:
-                is_translated = token.translate
-            if token.preserve is not None:
-                preserves_space = token.preserve
-            if is_translated:
-                self._mark_partly_translated(parent)
-        self.parents.append(parent)
-        self.is_translated.append(is_translated)
-        self.preserves_space.append(preserves_space)
+            if token.translate:
+                while not (parent.translate or parent.has_translated):
+                    parent.has_translated = True
+                    parent = parent.parent
 
-    def _mark_partly_translated(self, parent: int) -> None:
-        while (
-            parent >= 0 and not self.is_translated[parent] and parent not in self._partly_translated
-        ):
-            self._partly_translated.add(parent)
-            parent = self.parents[parent]
+    def _close(self, token: MarkupToken) -> None:
+        while self._open_names[token.name] and token.partner is None:
+            start_tag = self._pop_start_tag()
+            if start_tag.name == token.name:
+                token.partner = start_tag
+                start_tag.partner = token
 
-    def _close(self, index: int) -> None:
-        name = self.tokens[index].name
-        while self._open_names[name] and self.matching_tags[index] < 0:
-            start_index = self._pop_open_tag()
-            if self.tokens[start_index].name == name:
-                self.matching_tags[index] = start_index
-                self.matching_tags[start_index] = index
-
-    def _pop_open_tag(self) -> int:
-        start_index = self._stack.pop()
-        self._open_names[self.tokens[start_index].name] -= 1
-        return start_index
+    def _pop_start_tag(self) -> MarkupToken:
+        start_tag = self._stack.pop()
+        self._open_names[start_tag.name] -= 1
+        return start_tag
 
     def _end_implied(self, name: str) -> None:
         """Close the elements that the start tag of another ends."""
         ended, barriers = self._format.ended_by_start_tag[name]
-        if not any(self._open_names[each] for each in ended):
+        if not any(self._open_names[ended_name] for ended_name in ended):
             return
         depth_kept = len(self._stack)
-        for depth in range(depth_kept - 1, max(-1, depth_kept - _MAX_DEPTH), -1):
-            open_name = self.tokens[self._stack[depth]].name
+        for depth in range(depth_kept - 1, max(0, depth_kept - _MAX_DEPTH), -1):
+            open_name = self._stack[depth].name
             if open_name in barriers:
                 break
             if open_name in ended:
                 depth_kept = depth
         while len(self._stack) > depth_kept:
-            self._pop_open_tag()
+            self._pop_start_tag()
 
 
-def _items(text: str, tree: _Tree) -> Iterator[Item]:
-    """Yield the items of a document; all tags with a partner are inline."""
-    tokens = tree.tokens
-    next_index = 0
-    for index, token in enumerate(tokens):
-        if index < next_index:
-            continue
-        inline = tree.is_inline(index)
-        if token.kind == "text":
-            if tree.is_translated[index]:
-                yield from _text_items(text, token, tree.preserves_space[index])
-            else:
-                yield Item("border", token.start, token.end)
-        elif token.kind == "open" and tree.is_atom(index):
-            next_index = tree.matching_tags[index] + 1
-            yield Item("atom", token.start, tokens[next_index - 1].end, token.name)
-        elif token.kind in ("open", "close") and inline:
-            kind: Literal["open", "close"] = "open" if token.kind == "open" else "close"
-            yield Item(kind, token.start, token.end, token.name)
+def _items(text: str, tokens: Sequence[MarkupToken], format: DocumentFormat) -> Iterator[Item]:
+    end = 0
+    for token in tokens:
+        if token.start < end:
+            continue  # inside an atom
+        is_inline = _is_inline(token, format)
+        end = token.end
+        if token.kind == "text" and token.translate:
+            yield from _text_items(text, token)
         elif token.kind == "comment":
-            yield Item("atom", token.start, token.end, is_visible=False)
-        elif token.kind == "void" and inline:
-            yield Item("atom", token.start, token.end, token.name, token.name != "wbr")
+            yield Item("atom", token.start, end, is_visible=False)
+        elif token.kind == "void" and is_inline:
+            yield Item("atom", token.start, end, token.name, is_visible=token.name != "wbr")
+        elif token.kind == "open" and is_inline and _is_atom(token):
+            assert token.partner
+            end = token.partner.end
+            yield Item("atom", token.start, end, token.name)
+        elif token.kind == "open" and is_inline:
+            yield Item("open", token.start, end, token.name)
+        elif token.kind == "close" and is_inline:
+            yield Item("close", token.start, end, token.name)
         else:
-            yield Item("border", token.start, token.end)
+            yield Item("border", token.start, end)
 
 
-def _text_items(text: str, token: MarkupToken, preserves_space: bool) -> Iterator[Item]:
-    """Divide text at the tags of templates and, if it is preserved, at its columns."""
+def _is_inline(token: MarkupToken, format: DocumentFormat) -> bool:
+    """Whether a tag or other token does not divide a text."""
+    if token.kind in ("open", "close") and token.partner is None:
+        return False
+    if format.inline_names is not None:
+        return bool(format.inline_names.fullmatch(token.name))
+    start_tag = token.partner if token.kind == "close" and token.partner else token
+    return start_tag.parent.has_text
+
+
+def _is_atom(token: MarkupToken) -> bool:
+    """Whether a start tag begins the outermost element without translated text."""
+    return bool(token.parent.translate and not token.translate and not token.has_translated)
+
+
+def _text_items(text: str, token: MarkupToken) -> Iterator[Item]:
+    """Divide text at the tags of templates and, if white space counts, at its columns."""
     raw = text[token.start : token.end]
+    tags = list(template_tags(raw))
+    if token.preserve:
+        tags += [TemplateTag("statement", *gap.span()) for gap in _COLUMN_GAPS.finditer(raw)]
     position = 0
-    for tag in template_tags(raw):
-        yield from _plain_items(raw[position : tag.start], token.start + position, preserves_space)
+    for tag in sorted(tags, key=attrgetter("start")):
+        if tag.start < position:
+            continue  # a gap in a tag
+        yield from _decode_text(raw[position : tag.start], token.start + position)
         position = tag.end
-        span = (token.start + tag.start, token.start + tag.end)
-        if tag.kind == "statement":
-            yield Item("border", *span)
-        else:
-            item = Item("atom", *span, is_visible=tag.kind != "comment")
+        item = Item("border", token.start + tag.start, token.start + tag.end)
+        if tag.kind != "statement":
+            item.kind = "atom"
+            item.is_visible = tag.kind != "comment"
             item.is_placeholder = tag.kind == "expression"
             item.text = raw[tag.start : tag.end]
-            yield item
-    yield from _plain_items(raw[position:], token.start + position, preserves_space)
-
-
-def _plain_items(raw: str, start: int, preserves_space: bool) -> Iterator[Item]:
-    if not preserves_space:
-        yield from _decode_text(raw, start)
-        return
-    position = 0
-    for column in _COLUMN_GAPS.finditer(raw):
-        yield from _decode_text(raw[position : column.start()], start + position)
-        yield Item("border", start + column.start(), start + column.end())
-        position = column.end()
-    yield from _decode_text(raw[position:], start + position)
+        yield item
+    yield from _decode_text(raw[position:], token.start + position)
 
 
 def _decode_text(raw: str, start: int) -> Iterator[Item]:
     if raw:
-        item = Item("text", start, start + len(raw))
-        item.text, item.offsets = decode_references(raw, start)
-        yield item
+        text, offsets = _decode_references(raw, start)
+        yield Item("text", start, start + len(raw), text=text, offsets=offsets)
 
 
-def decode_references(raw: str, start: int) -> tuple[str, Sequence[int]]:
+def _decode_references(raw: str, start: int) -> tuple[str, Sequence[int]]:
     """Replace character references. Returns the text, and the place of each of its characters in
     the document, where ``raw`` begins at ``start``; the last place is the end.
     """
@@ -254,33 +220,33 @@ def decode_references(raw: str, start: int) -> tuple[str, Sequence[int]]:
     return "".join([*parts, raw[end:]]), offsets
 
 
-def _divide_elements_at_borders(items: Iterable[Item]) -> list[Item]:
-    """Turn inline elements that contain borders, and too many items, into borders."""
-    result = list[Item]()
+def lines_of_items(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Yield the items between borders. The tags of an element with a border in it are borders, too,
+    and so is the end of too many items.
+    """
+    line = list[Item]()
     open_tags = list[Item]()
-    num_borders = 0  # the first of the opened elements, which are borders
-    num_items = 0
+    num_marks = 0
     for item in items:
+        line.append(item)
         if item.kind == "open":
             open_tags.append(item)
+        elif item.kind == "close" and open_tags:
+            item.opening = open_tags.pop()
         elif item.kind == "close":
-            item.kind = "close" if open_tags.pop().kind == "open" else "border"
-            num_borders = min(num_borders, len(open_tags))
-        result.append(item)
-        num_items += item.kind != "text"
-        if num_items > _MAX_ITEMS_PER_LINE:
-            result.append(Item("border", item.end, item.end))
-        if result[-1].kind == "border":
-            for element in open_tags[num_borders:]:
-                element.kind = "border"
-            num_borders = len(open_tags)
-            num_items = 0
-    return result
+            item.kind = "border"  # as its start tag
+        num_marks += item.kind != "text"
+        if item.kind == "border" or num_marks > _MAX_ITEMS_PER_LINE:
+            for start_tag in open_tags:
+                start_tag.kind = "border"
+            yield from _between_borders(line)
+            line = []
+            open_tags = []
+            num_marks = 0
+    yield from _between_borders(line)
 
 
-def lines_of_items(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Yield the items between borders."""
-    borders = [index for index, item in enumerate(items) if item.kind == "border"]
-    for before, after in pairwise([-1, *borders, len(items)]):
-        if after - before > 1:
-            yield list(items[before + 1 : after])
+def _between_borders(items: Iterable[Item]) -> Iterator[list[Item]]:
+    for is_border, group in groupby(items, lambda item: item.kind == "border"):
+        if not is_border:
+            yield list(group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["open", "close", "void", "text", "comment", "opaque"]
@@ -26,6 +26,15 @@ class MarkupToken:
     name: str = ""
     """Name of a tag; in HTML in lower case."""
     translate: bool | None = None
-    """What the tag says about its element: translate="yes" or "no", or the class notranslate."""
+    """Whether its text or the content of its element is translated; None: as its parent's, or as
+    the format says."""
     preserve: bool | None = None
-    """xml:space: "preserve" or "default"."""
+    """Whether white space counts (xml:space); None: as in its parent."""
+    parent: MarkupToken = field(init=False, repr=False)
+    """Start tag of the element around it."""
+    partner: MarkupToken | None = field(default=None, repr=False)
+    """The other tag of its element; None: it has none."""
+    has_text: bool = False
+    """Its element has text of its own."""
+    has_translated: bool = False
+    """Its element is not translated, but has a translated one in it."""

@@ -110,9 +110,12 @@ class _Reader:
         self._convert_offsets()
 
     def _add(self, kind: Kind, name: str = "") -> MarkupToken:
-        """Add a token; its places are in bytes, and its end follows from the next token."""
+        """Add a token, or more text to the last one. Its places are in bytes, and its end follows
+        from the next token.
+        """
         token = MarkupToken(kind, self._parser.CurrentByteIndex, -1, name)
-        if self._depth or kind == "close":
+        is_more_text = kind == "text" and self.tokens and self.tokens[-1].kind == "text"
+        if (self._depth or kind == "close") and not is_more_text:
             self.tokens.append(token)
         return token
 
@@ -174,10 +177,3 @@ class _Reader:
             token.end = characters[end]
             end = token.start
             token.start = characters[end]
-        merged = list[MarkupToken]()
-        for token in self.tokens:
-            if token.kind == "text" and merged and merged[-1].kind == "text":
-                merged[-1].end = token.end
-            else:
-                merged.append(token)
-        self.tokens = merged
