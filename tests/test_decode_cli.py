@@ -34,6 +34,7 @@ from transformer_jax.tokenization.special_ids import EOS_ID
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation import __main__ as program
 from transformer_jax.translation import loading
+from transformer_jax.translation import translator as translator_module
 from transformer_jax.translation.flags import Files, ScoringFlags, checked_flags
 from transformer_jax.translation.output_formats import TextWriter
 from transformer_jax.translation.translator import Translator
@@ -69,7 +70,9 @@ def workdir(tmp_path_factory):
 def _built_once():
     """Load models once for equal flags."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load_models", functools.cache(loading.load_models))
+        load_models = functools.cache(loading.load_models)
+        for module in (loading, translator_module):
+            patch.setattr(module, "load_models", load_models)
         yield
 
 

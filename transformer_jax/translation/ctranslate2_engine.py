@@ -80,16 +80,8 @@ class CTranslate2Engine:
             raise UserError(f"CTranslate2 cannot load its model: {one_line(error)}.") from None
 
     def bucket_of(self, sentence: Sentence) -> Bucket:
-        """Return the bucket of all sentences. Raises ``UserError`` if this one has terms or is too
-        long.
-        """
-        if sentence.terms is not None:
-            raise UserError("A sentence has a glossary, which CTranslate2 cannot use.")
-        if len(sentence.tokens) >= self._max_source_length:
-            raise UserError(
-                f"A sentence has {len(sentence.tokens)} source tokens; expected at most "
-                f"{self._max_source_length - 1} (decoding.max_source_length, minus 1 for EOS)."
-            )
+        """Return the bucket of all sentences."""
+        assert sentence.terms is None and len(sentence.tokens) < self._max_source_length
         return self._bucket
 
     def buckets_with_terms(self, max_terms: int) -> list[Bucket]:

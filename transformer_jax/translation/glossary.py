@@ -185,20 +185,15 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         """
         length = 0
         source = ""
-        for num_words, node in enumerate(self._matching_nodes(words, first), 1):
-            if node.source:
-                length = num_words
-                source = node.source
-        return length, source
-
-    def _matching_nodes(self, words: Sequence[str], first: int) -> Iterator[_TermNode]:
-        """Yield the nodes of the words from ``first`` on, as long as there are terms."""
         node = self._root.next_nodes.get(words[first].removeprefix(" "))
         index = first + 1
         while node is not None:
-            yield node
+            if node.source:
+                length = index - first
+                source = node.source
             node = node.next_nodes.get(words[index]) if index < len(words) else None
             index += 1
+        return length, source
 
 
 def unmet_terms(terms: Mapping[str, list[TargetTerm]], translation: str) -> tuple[str, ...]:

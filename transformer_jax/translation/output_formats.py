@@ -53,14 +53,6 @@ class OutputFields:
     hypotheses: Sequence[OutputFields] | None = None
     """All translations, best first."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields without those that have not been asked for."""
-        values = {name: getattr(self, name) for name in FIELD_NAMES}
-        if self.hypotheses is not None:
-            values["hypotheses"] = [hypothesis.as_dict() for hypothesis in self.hypotheses]
-        always_present = ("translation", "score", "log_prob")
-        return {k: v for k, v in values.items() if v is not None or k in always_present}
-
 
 FIELD_NAMES = tuple(field.name for field in fields(OutputFields))
 """Fields of a JSON object that translation adds or overwrites."""
@@ -72,14 +64,17 @@ def output_values(
     token_scores: bool = False,
     alignments: Literal["hard", "soft"] | None = None,
 ) -> dict[str, Any]:
-    """Return the values of ``OutputFields`` for a translation."""
+    """Return the values of ``OutputFields`` for a translation, without those that have not been
+    asked for.
+    """
     alignment = translation.alignment
     values: dict[str, Any] = {
         "translation": translation.text,
         "score": _number(translation.score),
         "log_prob": _number(translation.log_prob),
-        "unmet": translation.unmet or None,
     }
+    if translation.unmet:
+        values["unmet"] = translation.unmet
     if token_scores or alignments == "soft":
         values["tokens"] = (
             [*translation.tokens, translation.eos_token] if translation.length else []
@@ -157,12 +152,17 @@ class JsonWriter:
 
     def text(self, record: Record, translations: Sequence[Translation]) -> str:
         """Return one line."""
-        hypotheses = [self._values(translation) for translation in translations]
-        output = OutputFields(**hypotheses[0])
+        hypotheses = [
+            output_values(
+                translation,
+                token_scores=self._flags.token_scores,
+                alignments=self._flags.alignments,
+            )
+            for translation in translations
+        ]
+        added = dict(hypotheses[0])
         if self._flags.nbest > 1:
-            ranked = [OutputFields(**values) for values in hypotheses]
-            output = OutputFields(**hypotheses[0], hypotheses=ranked)
-        added = output.as_dict()
+            added["hypotheses"] = hypotheses
         fields = [
             f"{json.dumps(name, ensure_ascii=False)}: {value}"
             for name, value in record.fields
@@ -170,11 +170,6 @@ class JsonWriter:
         ]
         fields.append(json.dumps(added, ensure_ascii=False)[1:])
         return "{" + ", ".join(fields) + "\n"
-
-    def _values(self, translation: Translation) -> dict[str, Any]:
-        return output_values(
-            translation, token_scores=self._flags.token_scores, alignments=self._flags.alignments
-        )
 
 
 class DocumentWriter:

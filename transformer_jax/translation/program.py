@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from typing import TYPE_CHECKING, TypeAlias
 
 from transformer_jax.data.text_files import read_lines
@@ -139,7 +139,6 @@ def _load(arguments: Arguments) -> TranslateFunction:
     """
     from transformer_jax.decoding.devices import devices_for_rows
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
-    from transformer_jax.translation.engine_choice import choose_engine
     from transformer_jax.translation.glossary import read_glossary
     from transformer_jax.translation.loading import load_models
     from transformer_jax.translation.scoring import Scorer
@@ -149,28 +148,29 @@ def _load(arguments: Arguments) -> TranslateFunction:
     files = arguments.files
     devices = tuple(devices_for_rows(arguments.search.batch_size))
     glossary = read_glossary(files.glossary) if files.glossary else None
-    model_parts = load_models(
-        arguments.workdir,
-        source_language=files.source_language,
-        target_language=files.target_language,
+    settings = {
+        "source_language": files.source_language,
+        "target_language": files.target_language,
         **vars(arguments.search),
-    )
+    }
     layer = arguments.results.alignment_layer
     size = files.window or 100 * arguments.search.batch_size
     translate: TranslateFunction
     if arguments.scoring.score_targets is None:
-        ctranslate2 = choose_engine(
-            *(arguments.engine, arguments.workdir[0], *model_parts), jax_only=arguments.jax_only
-        )
-        translator = Translator(
-            *model_parts, devices=devices, glossary=glossary, ctranslate2=ctranslate2
+        translator = Translator.from_workdir(
+            arguments.workdir,
+            devices=devices,
+            glossary=glossary,
+            engine=arguments.engine,
+            jax_only=arguments.jax_only,
+            **settings,
         )
         translate = _make_translate_function(translator, arguments, size)
         if not arguments.results.alignments:
             return translate
         scorer = translator.scorer
     else:
-        scorer = Scorer(*model_parts, devices=devices)
+        scorer = Scorer(*load_models(arguments.workdir, **settings), devices=devices)
         translate = _make_score_function(scorer, size)
         if not arguments.results.alignments:
             return translate
@@ -185,16 +185,17 @@ def _make_translate_function(
     from transformer_jax.translation.markup import PLACEHOLDERS
 
     def translate(records: Iterator[Record]) -> TranslatedRecords:
-        for window in batched(records, size):
-            translations = translator.stream(
-                window,
-                num_hypotheses=arguments.results.nbest,
-                window=size,
-                layer=arguments.results.alignment_layer,
-                split_sentences=arguments.files.split or None,
-                protect=(*PLACEHOLDERS, *arguments.files.protect),
-            )
-            yield from zip(window, translations)
+        lines, records = tee(records)
+        translated = translator.stream(
+            lines,
+            num_hypotheses=arguments.results.nbest,
+            window=size,
+            layer=arguments.results.alignment_layer,
+            split_sentences=arguments.files.split or None,
+            protect=(*PLACEHOLDERS, *arguments.files.protect),
+        )
+        for translations, record in zip(translated, records):
+            yield record, translations
         translator.log_glossary()
 
     return translate

@@ -125,7 +125,7 @@ class Translator:
         model, tokenizer, config = load_models(workdir, **settings)
         ctranslate2 = None
         if engine != "jax":
-            if glossary:
+            if glossary and not jax_only:
                 jax_only = "A glossary works"
             folder = workdir if isinstance(workdir, str | Path) else workdir[0]
             ctranslate2 = choose_engine(
@@ -285,15 +285,14 @@ class Translator:
         layer: int | None,
     ) -> None:
         """Add an alignment to the translations of the parts that need one."""
-        pairs = list[tuple[Request, Translation]]()
-        positions = list[tuple[list[Translation], int]]()
-        for plan, parts in zip(plans, part_translations):
-            for part, translations in zip(plan.parts, parts):
-                if part.needs_alignment:
-                    for rank, translation in enumerate(translations):
-                        pairs.append((part.request, translation))
-                        positions.append((translations, rank))
-        if not pairs:
-            return
-        for (translations, rank), aligned in zip(positions, self.scorer.align(pairs, layer=layer)):
-            translations[rank] = aligned
+        unaligned = [
+            (part, translations)
+            for plan, parts in zip(plans, part_translations)
+            for part, translations in zip(plan.parts, parts)
+            if part.needs_alignment
+        ]
+        pairs = [(part.request, t) for part, translations in unaligned for t in translations]
+        if pairs:
+            aligned = iter(self.scorer.align(pairs, layer=layer))
+            for _, translations in unaligned:
+                translations[:] = islice(aligned, len(translations))
