@@ -144,35 +144,29 @@ class PretrainedModel:
             return True
         return tensor.shape == embeddings.shape and np.array_equal(tensor.read(), embeddings.read())
 
-    def parameters(self, config: ModelConfig) -> dict[str, LazyArray]:
-        """Return the parameters by name, and check the names and shapes of all tensors."""
-        return from_library(
-            self._needed_tensors(),
-            config,
-            self.weight_names,
-            self._location,
-            optional="final_logits_bias",
-        )
-
-    def encoder_parameters(
-        self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+    def parameters(
+        self, config: ModelConfig, encoder_shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, LazyArray]:
-        """Return the parameters of these shapes: the source embedding and the encoder."""
-        tensors = {
-            name: tensor
-            for name, tensor in self._needed_tensors().items()
-            if not _DECODER_TENSORS.search(name)
-        }
-        names = self.weight_names.names
-        names = {"source_embedding.matrix": names["target_embedding.matrix"], **names}
-        weight_names = self.weight_names._replace(names=names)
-        return from_library(
-            tensors, config, weight_names, self._location, optional="(?!)", shapes=shapes
-        )
+        """Return the parameters by name, and check the names and shapes of all tensors.
 
-    @property
-    def _location(self) -> str:
-        return f"The {self.family.name} weights in {str(self.folder)!r}"
+        ``encoder_shapes`` are those of an encoder and its embedding; None: the whole model.
+        """
+        tensors = self._needed_tensors()
+        weight_names = self.weight_names
+        if encoder_shapes is not None:
+            for name in [*filter(_DECODER_TENSORS.search, tensors)]:
+                del tensors[name]
+            names = weight_names.names
+            names = {"source_embedding.matrix": names["target_embedding.matrix"], **names}
+            weight_names = weight_names._replace(names=names)
+        return from_library(
+            tensors,
+            config,
+            weight_names,
+            f"The {self.family.name} weights in {str(self.folder)!r}",
+            optional="final_logits_bias",
+            shapes=encoder_shapes,
+        )
 
     def _needed_tensors(self) -> dict[str, LazyArray]:
         """Return all tensors but copies of tied matrices and sinusoids."""

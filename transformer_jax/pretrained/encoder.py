@@ -107,7 +107,7 @@ class TextEncoder:
         )
         graph, state = nnx.split(abstract, nnx.Param)
         shapes = {x: leaf.shape for x, leaf in parameters_by_name(nnx.to_pure_dict(state)).items()}
-        parameters = pretrained.encoder_parameters(config, shapes)
+        parameters = pretrained.parameters(config, shapes)
         values = _place_on_mesh(nnx.to_pure_dict(state), parameters, weights, mesh)
 
         def read_tokenizer() -> Tokenizer:

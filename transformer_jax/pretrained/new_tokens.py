@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformer_jax.pretrained.config_file import read_config
+from transformer_jax.pretrained.export_files import write_json
 from transformer_jax.pretrained.files import JsonFiles
 from transformer_jax.pretrained.tokenizer_files import PretrainedTokenizer
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -24,7 +24,8 @@ def describe_new_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     original = PretrainedTokenizer(files, config)
     vocabulary = tokenizer.target.vocabulary
     if len(vocabulary.tokens) != config.vocab_size:
-        _write(folder / "config.json", files["config.json"], vocab_size=len(vocabulary.tokens))
+        changes = {"vocab_size": len(vocabulary.tokens)}
+        write_json(folder / "config.json", files["config.json"] | changes)
     known = original.languages().tokens
     new_codes = [code for code in tokenizer.languages.tokens if code not in known]
     is_listed = all(token in original.ids[-1] for token in tokenizer.languages.tokens.values())
@@ -44,13 +45,9 @@ def describe_new_tokens(folder: Path, tokenizer: Tokenizer) -> None:
         fields["added_tokens_decoder"] = decoder
     if original.kind == "M2M100Tokenizer":  # CTranslate2 names the other rows
         fields["num_madeup_words"] = vocabulary.tokens.count("")
-    _write(folder / "tokenizer_config.json", fields)
+    write_json(folder / "tokenizer_config.json", fields)
 
 
 def _entry(token: str) -> dict[str, Any]:
     flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     return {"content": token, "special": True, **flags}
-
-
-def _write(file: Path, content: dict[str, Any], **changes: Any) -> None:
-    file.write_text(json.dumps(content | changes, indent=2, ensure_ascii=False), "utf-8")
