@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.pretrained.families import FAMILIES, Family
-from transformer_jax.pretrained.files import JsonFiles
+from transformer_jax.pretrained.files import PretrainedFiles
 from transformer_jax.pretrained.search_settings import SEARCH_SETTING_PATTERN
 
 # Fields whose types are checked; the other fields of ``Family.fields`` are numbers.
@@ -115,7 +115,7 @@ class PretrainedConfig:
         return SpecialIds(pad_id, bos if is_usable else None, eos, start)
 
 
-def read_config(files: JsonFiles) -> PretrainedConfig:
+def read_config(files: PretrainedFiles) -> PretrainedConfig:
     """Return the settings in config.json and generation_config.json.
 
     Raises ``UserError`` for an unknown class and a field of another type or size.

@@ -21,7 +21,7 @@ from transformer_jax.devices.sharding import map_named, parameters_by_name, stat
 from transformer_jax.errors import UserError, short_repr
 from transformer_jax.model.layers import Embedding, Encoder
 from transformer_jax.pretrained.architecture import PretrainedModel
-from transformer_jax.pretrained.files import JsonFiles, LazyArray
+from transformer_jax.pretrained.files import LazyArray, PretrainedFiles
 from transformer_jax.pretrained.hub import find_pretrained
 from transformer_jax.pretrained.tokenizer_files import PretrainedTokenizer
 from transformer_jax.settings.checks import checked
@@ -111,7 +111,11 @@ class TextEncoder:
         values = _place_on_mesh(nnx.to_pure_dict(state), parameters, weights, mesh)
 
         def read_tokenizer() -> Tokenizer:
-            files = pretrained.files if tokenizer_folder == folder else JsonFiles(tokenizer_folder)
+            files = (
+                pretrained.files
+                if tokenizer_folder == folder
+                else PretrainedFiles(tokenizer_folder)
+            )
             tokenizer = PretrainedTokenizer(files, pretrained.config_file)
             return tokenizer.build(tokenizer.languages())
 
@@ -175,7 +179,7 @@ def _find_folders(name: str, subfolder: str) -> tuple[Path, Path]:
         has_tokenizer = (root / tokenizer).is_dir()
         return root / subfolder, root / (tokenizer if has_tokenizer else subfolder)
     root = find_pretrained(name)
-    index = JsonFiles(root)["model_index.json"]
+    index = PretrainedFiles(root)["model_index.json"]
     for component, kind in index.items():
         if isinstance(kind, list) and str(kind[-1]).endswith("T5EncoderModel"):
             return _find_folders(name, component)

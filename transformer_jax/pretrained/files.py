@@ -86,10 +86,10 @@ def _read_pickle(file: Path) -> dict[str, LazyArray]:
         raise read_error(file, error) from None
 
 
-class JsonFiles(dict[str, dict[str, Any]]):
-    """JSON objects in a folder, by file name. Each file is read once, when it is first needed.
-
-    A missing file is an empty object.
+class PretrainedFiles(dict[str, dict[str, Any]]):
+    """The files in the folder of a pretrained model: a dict of the JSON objects by file name, the
+    vocabularies and the weights. A file of JSON is read once, when it is first needed. If it is
+    missing, its object is empty.
 
     Attributes:
       copied_files: patterns of the files that an export copies, apart from the weights.
@@ -176,13 +176,13 @@ class JsonFiles(dict[str, dict[str, Any]]):
         return {}
 
 
-def read_files(folder: Path) -> JsonFiles:
+def read_files(folder: Path) -> PretrainedFiles:
     """Open the folder of a pretrained model.
 
     Raises ``UserError`` if it has no config.json, or links and pipes among its files.
     """
     check_files(folder)
-    files = JsonFiles(folder)
+    files = PretrainedFiles(folder)
     if not (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
         raise UserError(
             f"{str(folder)!r} is an adapter (such as LoRA) of another model; expected a whole "

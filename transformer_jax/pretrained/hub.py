@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformer_jax.errors import UserError, needs_extra, one_line
-from transformer_jax.pretrained.files import JsonFiles
+from transformer_jax.pretrained.files import PretrainedFiles
 from transformer_jax.pretrained.marian import unpack
 from transformer_jax.storage.files import cache_folder, locked, remove_folder
 
-_DOWNLOADED_FILES = [*JsonFiles.copied_files, "model*.safetensors"]
+_DOWNLOADED_FILES = [*PretrainedFiles.copied_files, "model*.safetensors"]
 
 
 def find_pretrained(

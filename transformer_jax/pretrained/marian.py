@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.errors import UserError, needs_extra, one_line, short_repr
-from transformer_jax.pretrained.files import JsonFiles, LazyArray, check_files
+from transformer_jax.pretrained.files import LazyArray, PretrainedFiles, check_files
 from transformer_jax.tokenization.segmenters import read_sentencepiece
 
 _CONFIG = "special:model.yml"
@@ -38,7 +38,7 @@ _NORMS = {
 }
 
 
-class MarianFiles(JsonFiles):
+class MarianFiles(PretrainedFiles):
     """The files of a model. Its config.json and generation_config.json have the settings that
     Marian keeps in model.npz and decoder.yml.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformer_jax.pretrained.config_file import read_config
 from transformer_jax.pretrained.export_files import write_json
-from transformer_jax.pretrained.files import JsonFiles
+from transformer_jax.pretrained.files import PretrainedFiles
 from transformer_jax.pretrained.tokenizer_files import PretrainedTokenizer
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
@@ -19,7 +19,7 @@ def describe_new_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     tokenizer.json, if any, is the segmenter's own, which has them. Languages are in other files,
     too. Files that have all tokens do not change.
     """
-    files = JsonFiles(folder)
+    files = PretrainedFiles(folder)
     config = read_config(files)
     original = PretrainedTokenizer(files, config)
     vocabulary = tokenizer.target.vocabulary

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformer_jax.errors import UserError, needs_extra, short_repr
 from transformer_jax.pretrained.config_file import PretrainedConfig
-from transformer_jax.pretrained.files import JsonFiles
+from transformer_jax.pretrained.files import PretrainedFiles
 from transformer_jax.tokenization.languages import Languages, Layout
 from transformer_jax.tokenization.segmenters import (
     JsonSegmenter,
@@ -46,7 +46,7 @@ class PretrainedTokenizer:
       ids: ids of tokens; two if source and target have a vocabulary each (Marian).
     """
 
-    def __init__(self, files: JsonFiles, config: PretrainedConfig):
+    def __init__(self, files: PretrainedFiles, config: PretrainedConfig):
         self.folder = files.folder
         self.config = config
         self.kind = config.family.tokenizer
@@ -286,7 +286,7 @@ class PretrainedTokenizer:
         )
 
     def _sentencepiece_ids(
-        self, files: JsonFiles, segmenter: SentencePieceSegmenter
+        self, files: PretrainedFiles, segmenter: SentencePieceSegmenter
     ) -> dict[str, int]:
         """Return the ids that transformers gives to the tokens of a SentencePiece model."""
         family = self.config.family

@@ -120,7 +120,8 @@ class BpeDropoutSampler:
         After ``until_drop`` merges, drops one merge and draws a new ``until_drop`` from
         ``generator``. The dropped merge is possible again after the next merge.
         """
-        rank, no_merge = self._ranks.get, math.inf
+        rank = self._ranks.get
+        no_merge = math.inf
         parts = list(word)
         ranks = [rank(a + b, no_merge) for a, b in pairwise(word)]
         candidate_ranks = ranks  # after drops
