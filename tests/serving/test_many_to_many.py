@@ -6,6 +6,7 @@ from pathlib import Path
 
 import families
 import pytest
+from random_models import lines_of_words, train_tokenizer
 from servers import Server, serving
 
 from transformer_jax.errors import UserError
@@ -88,5 +89,6 @@ def test_unknown_languages_are_refused_at_the_start(folder) -> None:
 
 def test_all_needs_a_many_to_many_model(folder, tmp_path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    train_tokenizer(lines_of_words(20)).save(tmp_path)
     with pytest.raises(UserError, match="which is not a many-to-many model; expected a pair"):
         checked_flags(["--workdir", str(tmp_path), "--languages", "all"])

@@ -136,8 +136,8 @@ def position_table_length(config: Config) -> int:
 
 def _spec(shape: ModelConfig) -> Any:
     """Create a model without weights."""
-    # This imports PyTorch, if that is installed.
-    from ctranslate2.specs import common_spec, transformer_spec
+    with needs_extra("export"):  # imports PyTorch, if that is installed
+        from ctranslate2.specs import common_spec, transformer_spec
 
     settings: dict[str, Any] = {
         "pre_norm": True,  # temporary, to create the final norm
