@@ -194,7 +194,7 @@ def test_warnings_are_limited() -> None:
     assert passes("Invalid request.") == "Invalid request."
     for i in range(5000):
         passes(f"text {i}")
-    assert len(limit._counts) <= 1001
+    assert len(limit._windows) <= 1001
 
 
 def test_invalid_requests_are_answered_while_one_is_logged(server: Server) -> None:

@@ -22,8 +22,8 @@ class LogLimit(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         super().__init__()
         self._clock = clock
-        self._window_starts = dict[str, float]()
-        self._counts = dict[str, int]()
+        # The start of each kind's window, and the number of its messages in it.
+        self._windows = dict[str, tuple[float, int]]()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a message."""
@@ -31,14 +31,13 @@ class LogLimit(logging.Filter):
             return True
         kind = str(record.msg)[:200]
         now = self._clock()
-        if now - self._window_starts.get(kind, -self.seconds) >= self.seconds:
-            if len(self._counts) > _MAX_KINDS:
-                self._window_starts.clear()
-                self._counts.clear()
-            num_suppressed = self._counts.get(kind, 0) - self.burst
-            self._window_starts[kind] = now
-            self._counts[kind] = 0
-            if num_suppressed > 0:
-                record.msg = f"{record.msg} ({num_suppressed} more like it were not logged.)"
-        self._counts[kind] += 1
-        return self._counts[kind] <= self.burst
+        start, count = self._windows.get(kind, (now, 0))
+        if now - start >= self.seconds:
+            if count > self.burst:
+                record.msg = f"{record.msg} ({count - self.burst} more like it were not logged.)"
+            start = now
+            count = 0
+        if len(self._windows) > _MAX_KINDS:
+            self._windows.clear()
+        self._windows[kind] = (start, count + 1)
+        return count < self.burst
