@@ -28,14 +28,17 @@ CTranslate2 the longest in the file. Token counts are from each engine's best ou
 The length penalty is length^0.6 in every engine (ours with ``length_offset`` 0). By default, each
 engine has its own stopping rule: ours is exact, CTranslate2 has patience 1. ``--patience`` sets it
 for both; with 1, Hugging Face gets ``early_stopping=True``, the same rule. ``ours`` computes
-in the data type that ``model.dtype`` auto chooses. CTranslate2 runs on CPUs, in float32 or
-int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
+in the data type that ``model.dtype`` auto chooses. CTranslate2 and Hugging Face compute in float32
+on a CPU and in bfloat16 on a GPU, ``ctranslate2_int8`` with weights in int8. On a GPU, CTranslate2
+needs ``pip install nvidia-cublas-cu12``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -159,7 +162,8 @@ def ours(job: Answer, ids: Ids, *, dtype: str = "auto", weights: str = "auto") -
     options = {"suppress" if is_older else "suppressed_ids": suppressed_ids}
     start = partial(engine.Engine, model, decoding, **options)
     first = start(device=places[0])
-    copy = getattr(first, "on", lambda place: start(device=place))  # an older checkout has no "on"
+    # An older checkout has no "copy_to".
+    copy = getattr(first, "copy_to", lambda place: start(device=place))
     engines = [first, *map(copy, places[1:])]
     sentences = [engine.Sentence(x) for x in ids]
     return lambda: [best.tokens for best, *_ in engine.search_together(engines, sentences)]
@@ -181,11 +185,33 @@ def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
         yield batch, None if job["workdir"] else job["output_length"] or mean
 
 
-def ctranslate2(job: Answer, ids: Ids, *, compute_type: str) -> Search:
-    """Search with ``ctranslate2.Translator`` in its fastest division into workers and threads."""
+def load_cublas() -> None:
+    """Load cuBLAS 12, which CTranslate2 opens by its name.
+
+    The linker finds a loaded library by name, but not the folder of the wheel nvidia-cublas-cu12.
+    Raises ``ImportError`` if there is no cuBLAS 12.
+    """
+    name = "libcublas.so.12"
+    installed = [Path(folder) / "nvidia" / "cublas" / "lib" / name for folder in sys.path]
+    paths = [path for path in installed if path.exists()]
+    try:
+        ctypes.CDLL(str(paths[0]) if paths else name)
+    except OSError as error:
+        raise ImportError(f"{error}; run pip install nvidia-cublas-cu12") from error
+
+
+def ctranslate2(job: Answer, ids: Ids, *, on_cpu: str, on_gpu: str) -> Search:
+    """Search with ``ctranslate2.Translator``, with this ``compute_type`` on a CPU or GPU. On a CPU,
+    it runs in its fastest division into workers and threads.
+    """
+    from ctranslate2 import get_cuda_device_count
+
+    if get_cuda_device_count():
+        load_cublas()
+        return ctranslate2_workers(job, ids, on_gpu, 1, device="cuda")
     threads = job["threads"]
     divisions = [n for n in range(1, threads + 1) if threads % n == 0]
-    searches = {n: ctranslate2_workers(job, ids, compute_type, n) for n in divisions}
+    searches = {n: ctranslate2_workers(job, ids, on_cpu, n) for n in divisions}
     seconds = {}
     for count, search in searches.items():
         search()  # warm-up
@@ -197,7 +223,9 @@ def ctranslate2(job: Answer, ids: Ids, *, compute_type: str) -> Search:
     return searches[best]
 
 
-def ctranslate2_workers(job: Answer, ids: Ids, compute_type: str, workers: int) -> Search:
+def ctranslate2_workers(
+    job: Answer, ids: Ids, compute_type: str, workers: int, device: str = "cpu"
+) -> Search:
     """Search with this many workers. They get all sentences, or all batches, at once."""
     import ctranslate2
 
@@ -206,6 +234,7 @@ def ctranslate2_workers(job: Answer, ids: Ids, compute_type: str, workers: int) 
     target_ids = {token: i for i, token in enumerate(names["target"])}
     translator = ctranslate2.Translator(
         str(folder / "export_ctranslate2"),
+        device=device,
         compute_type=compute_type,
         inter_threads=workers,
         intra_threads=job["threads"] // workers,
@@ -271,8 +300,8 @@ def huggingface(job: Answer, ids: Ids) -> Search:
 
 
 OTHERS: dict[str, Callable[[Answer, Ids], Search]] = {
-    "ctranslate2": partial(ctranslate2, compute_type="float32"),
-    "ctranslate2_int8": partial(ctranslate2, compute_type="int8"),
+    "ctranslate2": partial(ctranslate2, on_cpu="float32", on_gpu="bfloat16"),
+    "ctranslate2_int8": partial(ctranslate2, on_cpu="int8", on_gpu="int8_bfloat16"),
     "huggingface": huggingface,
 }
 

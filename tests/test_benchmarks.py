@@ -1,6 +1,8 @@
 """Benchmarks: toy sizes, ratios, agreement of engines."""
 
+import _ctypes
 import ast
+import inspect
 import json
 import math
 import os
@@ -12,6 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from runs import xla_flags
 
 from benchmarks import all as all_parts
 from benchmarks import attention, in_turn, parts
+from benchmarks import decode as benchmarks_decode
 from benchmarks.alignment_error import alignment_error
 from benchmarks.all import Part, Program
 from benchmarks.chart import COLORS, chart, comparisons
@@ -293,6 +297,63 @@ def test_finished_parts_are_skipped_and_failures_reported(
     assert "failed with status 124, see slow.log" in found and "skipped: needs about 1000" in found
     (tmp_path / "write.py").unlink()  # the finished part does not need it
     assert run_all(output, monkeypatch, "--toy", "--parts", "good")[0] == 0
+
+
+def test_the_default_time_is_enough_up_to_a_whole_recipe() -> None:
+    """On one device, and with 30 s for finding it."""
+    parts = [(name, part) for name, part in all_parts.PARTS.items() if part.devices == 1]
+    names = [name for name, _ in parts]
+    first = parts[: names.index("multi30k_cold") + 1]
+    assert {"train_base", "train_big", "decode_128", "decode_512", "attention"} < {*dict(first)}
+    assert sum(part.seconds for _, part in first) + 30 <= 60 * all_parts.MINUTES
+
+
+def test_an_interrupted_recipe_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its seconds would be those of the rest, with a warm compilation cache."""
+    program = """
+import sys, pathlib
+output = pathlib.Path(sys.argv[1])
+assert not (output / "compiled").exists()
+folder = output / "multi30k_cold"
+folder.mkdir()
+summary = '{"test": {"bleu": 41}, "train_seconds": 190, "tokens_per_second": 6}'
+(folder / "summary.json").write_text(summary)
+"""
+    (tmp_path / "recipe.py").write_text(program)
+    recipe = Program(f"{tmp_path / 'recipe.py'} {{output}}", "", "")
+    monkeypatch.setattr(all_parts, "PROGRAMS", {"recipe": recipe})
+    for name in ("multi30k_cold", "compiled"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "left").touch()
+    status, found = run_all(tmp_path, monkeypatch, "--toy", "--parts", "multi30k_cold")
+    assert status == 0 and "| multi30k_cold | 41 | 190 | 6 |" in found
+
+
+def test_ctranslate2_computes_on_a_gpu_if_it_finds_cublas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Translator:
+        def __init__(self, folder: str, **settings: Any) -> None:
+            self.settings = settings
+
+    package = ModuleType("ctranslate2")
+    package.__dict__.update(Translator=Translator, get_cuda_device_count=lambda: 1)
+    monkeypatch.setitem(sys.modules, "ctranslate2", package)
+    (tmp_path / "source.json").write_text('{"source": [], "target": []}')
+    job = {"folder": str(tmp_path), "threads": 8}
+    library = tmp_path / "nvidia" / "cublas" / "lib" / "libcublas.so.12"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(ImportError, match="run pip install nvidia-cublas-cu12"):
+        benchmarks_decode.OTHERS["ctranslate2"](job, [])
+    library.unlink()
+    library.symlink_to(_ctypes.__file__)  # any shared library
+    search: Any = benchmarks_decode.OTHERS["ctranslate2"](job, [])
+    settings = inspect.getclosurevars(search).nonlocals["translator"].settings
+    assert settings["device"] == "cuda" and settings["compute_type"] == "bfloat16"
 
 
 @pytest.mark.exhaustive
