@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -98,7 +98,7 @@ class _TermNode:
         """The source term that ends here, if any."""
 
 
-class Glossary(Mapping[str, list[TargetTerm]]):
+class Glossary(dict[str, list[TargetTerm]]):
     """Tokenized terms of a glossary: target terms by source term."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         """
         if not isinstance(terms, Mapping):
             raise UserError(f"{name} is {short_repr(terms)}; expected target terms by source term.")
-        self._terms: Terms = {}
+        super().__init__()
         self._root = _TermNode()
         self._used_terms = set[str]()
         for source, targets in terms.items():
@@ -129,15 +129,6 @@ class Glossary(Mapping[str, list[TargetTerm]]):
             # raises an error for too many
             term_table([[term.ids for term in alternatives]], location)
             self._add(words, " ".join(source.split()), alternatives)
-
-    def __getitem__(self, source: str) -> list[TargetTerm]:
-        return self._terms[source]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._terms)
-
-    def __len__(self) -> int:
-        return len(self._terms)
 
     @property
     def num_used(self) -> int:
@@ -176,7 +167,7 @@ class Glossary(Mapping[str, list[TargetTerm]]):
         for word in words:
             node = node.next_nodes.setdefault(word, _TermNode())
         node.source = node.source or source
-        known_targets = self._terms.setdefault(node.source, [])
+        known_targets = self.setdefault(node.source, [])
         known_targets += [term for term in targets if term not in known_targets]
 
     def _longest_at(self, words: Sequence[str], first: int) -> tuple[int, str]:
