@@ -54,6 +54,9 @@ class RemoteWorkdir(Workdir):
         if not needs_mirror(url):
             self.checkpoints = Checkpoints(self, self.store / "checkpoints")
 
+    def check_claim(self) -> None:
+        retry(self.store, super().check_claim)
+
     def open_corpus(self, fingerprint: str) -> Corpus:
         if open_corpus(self.path("corpus"), fingerprint) is None:
             copy_folder(self.store / "corpus" / fingerprint, self.path("corpus") / fingerprint)

@@ -32,7 +32,6 @@ from transformer_jax.storage.files import (
     local_path,
     locked,
     remove_folder,
-    retry,
     write_atomically,
 )
 from transformer_jax.tokenization.tokenizer import Tokenizer
@@ -159,7 +158,7 @@ class Workdir:
 
     def check_claim(self) -> None:
         """Raise ``WorkdirTaken`` if another run has started in the same work directory."""
-        if retry(self.store, lambda: read_claim(self.store)) != self.claim_id:
+        if read_claim(self.store) != self.claim_id:
             raise WorkdirTaken(
                 f"Stopping because another run has started in {self}. Restart this run with "
                 "a different --workdir."
