@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +12,15 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
 from transformer_jax.errors import UserError, one_line, short_repr
 from transformer_jax.storage.files import check_types, parse_object
 
-_DTYPES = ("F64", "F32", "F16", "BF16")  # in safetensors files
+# Names in safetensors files.
+_DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": jnp.bfloat16}
 _FILE_ENDINGS = (".json", ".safetensors", ".bin", ".model", ".spm", ".txt", ".npz", ".yml")
 
 
@@ -39,31 +43,31 @@ class LazyArray:
 
 def _open_safetensors(file: Path) -> dict[str, LazyArray]:
     """Return the tensors in a file, by name."""
-    types = {}
-    shapes = {}
     try:
-        with safe_open(file, framework="numpy") as content:  # checks the file
-            for name in content.offset_keys():
-                types[name] = content.get_slice(name).get_dtype()
-                shapes[name] = tuple(content.get_slice(name).get_shape())
+        with safe_open(file, framework="numpy"), file.open("rb") as stream:  # checks the file
+            header_size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(header_size))
     except Exception as error:  # many exception types, not all public
         raise read_error(file, error) from None
-    for name, dtype in types.items():
-        if dtype not in _DTYPES:
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
             raise UserError(
-                f"{str(file)!r} has values of type {dtype} in {name}; expected "
+                f"{str(file)!r} has values of type {entry['dtype']} in {name}; expected "
                 f"{', '.join(_DTYPES)}. The model is quantized: use the model that it was "
                 "quantized from."
             )
-    return {
-        name: LazyArray(shape, partial(_read_tensor, file, name)) for name, shape in shapes.items()
-    }
+        shape = tuple(entry["shape"])
+        start = 8 + header_size + entry["data_offsets"][0]
+        read = partial(_read_tensor, file, _DTYPES[entry["dtype"]], shape, start)
+        tensors[name] = LazyArray(shape, read)
+    return tensors
 
 
-def _read_tensor(file: Path, name: str) -> np.ndarray:
-    """Read a tensor. The file is closed again, because its mapped pages would count as memory."""
-    with safe_open(file, framework="numpy") as content:
-        return content.get_tensor(name)
+def _read_tensor(file: Path, dtype: Any, shape: tuple[int, ...], start: int) -> np.ndarray:
+    """Read a tensor. The pages of a memory map would count as memory, beside the copy."""
+    return np.fromfile(file, dtype, math.prod(shape), offset=start).reshape(shape)
 
 
 def _read_pickle(file: Path) -> dict[str, LazyArray]:
