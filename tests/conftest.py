@@ -73,11 +73,11 @@ TOGETHER = ("tests/pretrained", "tests/serving")
 # `make test-gpu`. pytest's workers inherit it.
 os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 0, "cpu": 0})
 
-# Tests spend most of their time compiling. One LLVM module instead of 32 and fewer LLVM passes save
-# time and, before jaxlib 0.11, so do less optimization and XLA's older code generator: together two
-# thirds. Later versions removed the generator, and without optimization they compute gradients less
-# exactly in two processes. pytest's workers inherit GIVEN_XLA_FLAGS: their flags, and so their
-# cache, are those of a run without workers.
+# Tests spend most of their time compiling. One LLVM module instead of 32, fewer LLVM passes and less
+# optimization save two thirds of it. Without any optimization, jaxlib 0.11 and newer compute
+# gradients less exactly in two processes; before, XLA's older code generator saves time, too.
+# pytest's workers inherit GIVEN_XLA_FLAGS: their flags, and so their cache, are those of a run
+# without workers.
 os.environ.setdefault("GIVEN_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 os.environ["XLA_FLAGS"] = (
     os.environ["GIVEN_XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
@@ -86,6 +86,8 @@ os.environ["XLA_FLAGS"] = (
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+else:
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=1"
 
 # One thread each for matmuls of NumPy, PyTorch and CTranslate2. More wait for each other, and use
 # the CPU while they wait. pytest's workers and programs inherit this.
