@@ -284,6 +284,15 @@ def test_a_model_trained_here_is_one_file(tmp_path):
     assert plain.fingerprint == hashlib.sha256(digest).hexdigest()
 
 
+@pytest.mark.parametrize("file", ["tokenizer.vocab.json", "tokenizer.languages.json"])
+def test_imports_of_earlier_versions_are_refused(tmp_path, file):
+    """They have other token ids."""
+    train().save(tmp_path)
+    (tmp_path / file).write_text("[]")
+    with pytest.raises(UserError, match="by an earlier version .*; import the model again"):
+        Tokenizer.load(tmp_path)
+
+
 def test_an_existing_model_is_used(tmp_path):
     ours = train()
     ours.save(tmp_path)

@@ -33,6 +33,7 @@ _SOURCE = "tokenizer.source.model"
 _TARGET = "tokenizer.target.model"
 _JSON = "tokenizer.tokens.json"
 _PRETRAINED = "tokenizer.pretrained.zip"
+_OF_EARLIER_VERSIONS = ("tokenizer.vocab.json", "tokenizer.languages.json")
 TOKENIZER_FILES = {_MANIFEST, _MODEL, _SOURCE, _TARGET, _JSON, _PRETRAINED}
 
 _Model = bytes | SentencePieceSegmenter
@@ -111,11 +112,17 @@ class Tokenizer:
     def load(cls, directory: str | Path) -> Tokenizer:
         """Load a saved tokenizer.
 
-        Raises ``UserError`` if a file is corrupt.
+        Raises ``UserError`` if a file is corrupt or of an earlier version.
         """
         directory = Path(directory)
         file = directory / _MANIFEST
         if not file.exists():
+            if any((directory / name).exists() for name in _OF_EARLIER_VERSIONS):
+                raise UserError(
+                    f"{str(directory)!r} was imported by an earlier version of transformer_jax, "
+                    "which changed the token ids; import the model again (python -m "
+                    "transformer_jax.pretrained import) and fine-tune it again."
+                )
             names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
             return cls.from_models(*(read_sentencepiece(directory / name) for name in names))
         try:
