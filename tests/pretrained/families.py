@@ -32,7 +32,7 @@ _MARIAN: dict[str, Any] = _FAIRSEQ | {
 }
 _T5: dict[str, Any] = {
     "d_model": 20,
-    "d_kv": 6,
+    "d_kv": 5,
     "d_ff": 28,
     "num_layers": 3,
     "num_decoder_layers": 2,
