@@ -111,6 +111,21 @@ def test_batches_link_each_token_to_its_word(layout: str, kind: str, tmp_path: P
         assert all(source == target for source, target in words)
 
 
+@layouts
+def test_words_without_a_link_have_none_in_any_row(layout: str, tmp_path: Path) -> None:
+    config = written(tmp_path)
+    only_first_words = "".join(f"0-{len(line.split()) - 1}\n" for line in LINES)
+    (tmp_path / "a.links").write_text(only_first_words)
+    corpus = build_corpus(config, TOKENIZER, DataConfig(workers=1), tmp_path)
+    batches = BatchConfig(layout=layout, tokens=256, row_length=64, row_multiple=4, buckets=2)  # type: ignore[arg-type]
+    batch = BatchPlan(corpus, batches, seed=0).batch(0)
+    words = linked_words(batch)
+    first_words = {line.split()[0] for line in LINES} | {"</s>"}
+    assert {source for source, _ in words} <= {f"▁{word}" for word in first_words} | first_words
+    assert all(source == target for source, target in words)
+    assert 0 < len(words) < (batch.target_BT != 0).sum()
+
+
 def test_text_without_alignments_has_batches_without_links(tmp_path: Path) -> None:
     config = dataclasses.replace(written(tmp_path), alignments=())
     corpus = build_corpus(config, TOKENIZER, DataConfig(workers=1), tmp_path)

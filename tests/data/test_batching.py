@@ -319,6 +319,11 @@ def test_impossible_batches(corpus, config, message):
         BatchPlan(corpus, BatchConfig(**config), seed=0)
 
 
+def test_rows_may_be_as_long_as_the_longest_sentence():
+    plan = BatchPlan(LONG, BatchConfig(layout="packed", row_length=40), seed=0)
+    assert max(plan.shapes[0][1:]) == 40
+
+
 def test_a_corpus_without_pairs():
     with pytest.raises(AssertionError, match="the corpus has no pairs"):
         BatchPlan(Corpus.from_lists([], []), small_config("bucketed"), seed=0)
