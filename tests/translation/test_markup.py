@@ -505,6 +505,22 @@ def test_what_the_model_sees(text, shown):
 
 
 @pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<p>one</p><p translate='no'>two</p>", ["one"]),
+        ("<p>one</p><p its:translate=' No '>two</p>", ["one"]),
+        ("<p its:translate='no'>one<q its:translate='yes'>two</q></p>", ["two"]),
+        ("<p class='a NoTranslate'>one</p><p its:translated='no'>two</p>", ["two"]),
+        ("<script>one</script><d>two<!-- three --><![CDATA[four]]></d>", ["two"]),
+        ("<p xml:space='preserve'>one\ntwo  three</p>", ["one", "two", "three"]),
+    ],
+)
+def test_what_the_model_sees_of_xml(text, shown):
+    text = f"<d xmlns:its='http://www.w3.org/2005/11/its'>{text}</d>"
+    assert [line.text for line in Document(text, "xml", TOKENIZER).lines] == shown
+
+
+@pytest.mark.parametrize(
     ("item", "container"),
     [
         *[("li", "ul"), ("li", "ol"), ("li", "menu"), ("dt", "dl"), ("dd", "dl"), ("rt", "ruby")],
