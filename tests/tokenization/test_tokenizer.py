@@ -380,6 +380,23 @@ def test_user_defined_symbols_are_never_split(algorithm, joint):
     ]
 
 
+def test_of_symbols_that_begin_alike_the_longest_is_found():
+    symbols = ("@@", "@@@", "@@@x")
+    tokenizer = train(vocab_size=66, user_defined_symbols=symbols)
+    lines = ["@@@x one", "@@@ one @@@x two", "six @@ @@@"]
+    for sampling in (None, BpeDropout(0.5)):
+        pieces = [
+            [piece for piece in tokenizer.source.tokens(ids) if "@" in piece]
+            for ids in tokenizer.source.encode(lines, sampling=sampling, seed=3)
+        ]
+        assert pieces == [["@@@x"], ["@@@", "@@@x"], ["@@", "@@@"]]
+    assert [tokenizer.source.split_tag(line)[1] for line in lines] == [
+        " one",
+        " one @@@x two",
+        "six @@ @@@",
+    ]
+
+
 @pytest.mark.parametrize("symbols", [("",), ("a b",), ("<a>", "<a>"), ("<a>", "</s>")])
 def test_invalid_user_defined_symbols(symbols):
     with pytest.raises(
