@@ -74,7 +74,7 @@ TOGETHER = ("tests/pretrained", "tests/serving")
 os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 0, "cpu": 0})
 
 # Tests spend most of their time compiling. One LLVM module instead of 32, fewer LLVM passes and
-# less optimization save two thirds of it. Without any optimization, jaxlib 0.11 and newer compute
+# less optimization save up to two thirds. Without any optimization, jaxlib 0.11 and newer compute
 # gradients less exactly in two processes; before, XLA's older code generator saves time, too.
 # pytest's workers inherit GIVEN_XLA_FLAGS: their flags, and so their cache, are those of a run
 # without workers.
