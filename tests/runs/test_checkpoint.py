@@ -569,6 +569,18 @@ def test_training_does_not_modify_an_imported_model(
     assert load_model(tmp_path / "imported")[0] == config
 
 
+def test_training_does_not_modify_a_model_that_an_earlier_version_imported(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
+) -> None:
+    """Its parameters were a checkpoint of step 0."""
+    _save(checkpoints, run, 1)
+    config = load_model(tmp_path)[0]
+    (checkpoints.folder / "00000001").rename(checkpoints.folder / "00000000")
+    claim = Workdir(tmp_path).open(config)
+    with pytest.raises(UserError, match="is a finished or imported model"), claim:
+        pass
+
+
 def test_intervals_are_read_once_and_a_single_candidate_needs_no_dev_loss(
     two_saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

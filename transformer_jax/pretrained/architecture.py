@@ -18,6 +18,7 @@ from transformer_jax.pretrained.marian import read_marian_files
 from transformer_jax.pretrained.weights import from_library
 from transformer_jax.settings.config import ModelConfig
 
+_EMBEDDING_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # Copies of tied matrices, and sinusoids.
 _REDUNDANT_TENSORS = re.compile(
     r"(embed_tokens|lm_head|shared)\.weight$|embed_positions\.weights?$|"
@@ -64,10 +65,9 @@ class PretrainedModel:
             tensors = {prefix + name: tensor for name, tensor in tensors.items()}
         # A tied matrix can have any of its names.
         if self.config_file.shares_embeddings:
-            copies = [name for name in sorted(tensors) if name.endswith("embed_tokens.weight")]
-            is_tied = self.config_file.fields.get("tie_word_embeddings") is not False
-            if is_tied and "lm_head.weight" in tensors:
-                copies.append("lm_head.weight")
+            copies = [name for name in sorted(tensors) if name.endswith(_EMBEDDING_COPIES)]
+            if self.config_file.fields.get("tie_word_embeddings") is not False:
+                copies += [name for name in sorted(tensors) if name.endswith("lm_head.weight")]
             for name in copies:
                 tensors.setdefault(embedding_name, tensors[name])
         return tensors

@@ -240,7 +240,8 @@ def _check_is_workdir(workdir: Workdir) -> None:
     store = workdir.store
     for name in ("checkpoints", MODEL, "config.json"):
         check_link(workdir.path(name))
-    if kind_of(store / PARAMETERS):
+    is_import_of_earlier_version = 0 in workdir.checkpoints.steps()
+    if kind_of(store / PARAMETERS) or is_import_of_earlier_version:
         raise UserError(
             f"{str(store)!r} is a finished or imported model, which training does not modify. To "
             f"fine-tune it, pass --training.start-from {store} and another --workdir."

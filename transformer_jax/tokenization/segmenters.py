@@ -144,6 +144,8 @@ class SentencePieceSegmenter:
             proto.pieces.add(piece=proto.trainer_spec.pad_piece, type=proto.SentencePiece.CONTROL)
         if self.processor.eos_id() < 0:
             proto.pieces.add(piece=proto.trainer_spec.eos_piece, type=proto.SentencePiece.CONTROL)
+        if len(proto.pieces) == len(self.ids):
+            return self
         return SentencePieceSegmenter(proto.SerializeToString())
 
 
