@@ -25,6 +25,7 @@ from transformer_jax.settings.changes import Difference, differences_on_resume, 
 from transformer_jax.settings.config import Config
 from transformer_jax.settings.config_files import from_json, to_json
 from transformer_jax.storage.files import (
+    MANIFEST,
     MODEL,
     AnyPath,
     files_in,
@@ -240,7 +241,7 @@ def _check_is_workdir(workdir: Workdir) -> None:
     store = workdir.store
     for name in ("checkpoints", MODEL, "config.json"):
         check_link(workdir.path(name))
-    is_import_of_earlier_version = 0 in workdir.checkpoints.steps()
+    is_import_of_earlier_version = kind_of(workdir.checkpoints.path(0) / MANIFEST)
     if kind_of(store / PARAMETERS) or is_import_of_earlier_version:
         raise UserError(
             f"{str(store)!r} is a finished or imported model, which training does not modify. To "
