@@ -270,19 +270,23 @@ def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
     body = json.dumps({"q": "one two three", "source": "en", "target": "de"}).encode()
     expected = translator.translate(["one two three"])[0]
 
-    def forward(connection: socket.socket) -> None:
-        """Forward one request on a connection of its own, as nginx does by default."""
-        with connection, socket.create_connection(("127.0.0.1", upstream[0])) as server:
-            data = b""
-            while not data.endswith(body):
-                data += connection.recv(2**16)
-            server.sendall(data)
+    def send_back(server: socket.socket, connection: socket.socket) -> None:
+        with server, connection:
             while data := server.recv(2**16):
                 connection.sendall(data)
 
-    def accept() -> None:
+    def forward() -> None:
+        """Forward each request on a connection of its own, as nginx does by default. Once a request
+        has reached the new server, all earlier ones have reached the old one.
+        """
         while not stopping.is_set():
-            threading.Thread(target=forward, args=[proxy.accept()[0]]).start()
+            connection = proxy.accept()[0]
+            request = b""
+            while not request.endswith(body):
+                request += connection.recv(2**16)
+            server = socket.create_connection(("127.0.0.1", upstream[0]))
+            server.sendall(request)
+            threading.Thread(target=send_back, args=[server, connection]).start()
 
     def client(number: int) -> None:
         while not stopping.is_set():
@@ -307,7 +311,7 @@ def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
     with ExitStack() as newer:
         with serving(services[0], translator) as old:
             upstream[0] = old.port
-            threads = [threading.Thread(target=accept, daemon=True)]
+            threads = [threading.Thread(target=forward, daemon=True)]
             threads += [threading.Thread(target=client, args=[number]) for number in range(4)]
             for thread in threads:
                 thread.start()
@@ -315,7 +319,7 @@ def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
             new = newer.enter_context(serving(services[1], translator))  # when it is ready
             wait_for(20)
             upstream[0] = new.port
-            wait_for(20)  # the proxy's older requests have reached the old server
+            wait_for(20)  # the last one of them from the new server
         wait_for(20)  # the old server has ended
         stopping.set()
         for thread in threads[1:]:
