@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from transformer_jax import run_program
+
 ONES = [
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen",
@@ -74,4 +76,4 @@ def name(n: int, place: int) -> tuple[Words, Words]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(run_program(lambda: tyro.cli(main)))

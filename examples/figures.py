@@ -47,4 +47,4 @@ def main(folder: Path = Path()) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(tj.run_program(lambda: tyro.cli(main)))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from transformer_jax import run_program
 from transformer_jax.errors import needs_extra
 
 with needs_extra("demo"):
@@ -77,4 +78,4 @@ def words(n: int, language: str) -> str:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(run_program(lambda: tyro.cli(main)))

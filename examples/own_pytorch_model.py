@@ -113,4 +113,4 @@ def main(weights: Path, source: tuple[int, ...], num_heads: int = 8) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(tj.run_program(lambda: tyro.cli(main)))

@@ -21,10 +21,11 @@ LANGUAGES = ["eng_Latn", "deu_Latn", "fra_Latn"]
 
 
 def main(family: Literal["nllb", "t5", "opus_mt"], output: Path, text: Path) -> None:
+    config = tj.PairsConfig("text", (f"{text}/train.en",), (f"{text}/train.de",))
+    pairs = list(read_pairs(config))
     output.mkdir(parents=True)
-    pairs = tj.PairsConfig("text", (f"{text}/train.en",), (f"{text}/train.de",))
     write = {"nllb": write_nllb, "t5": write_t5, "opus_mt": write_opus_mt}[family]
-    write(list(read_pairs(pairs)), output)
+    write(pairs, output)
     print(f"{output}: {family} with random weights")
 
 
@@ -77,4 +78,4 @@ def write_opus_mt(pairs: list[tuple[str, str]], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    raise SystemExit(tj.run_program(lambda: tyro.cli(main)))
