@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from transformer_jax.storage.files import cache_folder
 
 
@@ -16,5 +18,9 @@ def enable_compilation_cache() -> None:
     """
     import jax
 
+    # By default, JAX does not keep functions that took less than a second, which are most of those
+    # that a start compiles.
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
