@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -412,3 +413,20 @@ def test_commands_of_a_single_page_can_be_checked() -> None:
     command = [sys.executable, str(ROOT / "docs" / "check_commands.py"), "docs/nowhere.md"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "nowhere.md is not a file; expected a page" in done.stderr
+
+
+# The output of a command that refuses a folder that exists.
+NEW_FOLDER = r"(?:random_pretrained\.py.* --output|pretrained import.* --workdir) (\S+)"
+
+
+def test_commands_of_all_pages_can_run_in_one_clone() -> None:
+    """Blocks hold whole commands, and no two import a model into the same folder."""
+    program = runpy.run_path(str(ROOT / "docs" / "check_commands.py"))
+    new_folders = Counter[str]()
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))):
+        script = program["script"](page)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        for line in script.replace("\\\n", " ").splitlines():
+            assert not line.startswith("-"), f"{page.name}: {line} is not a command"
+            new_folders.update(re.findall(NEW_FOLDER, line))
+    assert new_folders["nllb-random"] == 1 and set(new_folders.values()) == {1}
