@@ -279,8 +279,11 @@ def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
         """Forward each request on a connection of its own, as nginx does by default. Once a request
         has reached the new server, all earlier ones have reached the old one.
         """
-        while not stopping.is_set():
-            connection = proxy.accept()[0]
+        while True:
+            try:
+                connection = proxy.accept()[0]
+            except OSError:  # the proxy is shut down, after all clients have ended
+                return
             request = b""
             while not request.endswith(body):
                 request += connection.recv(2**16)
@@ -324,6 +327,8 @@ def test_an_upgrade_on_one_host_loses_no_request(translator) -> None:
         stopping.set()
         for thread in threads[1:]:
             thread.join()
+    proxy.shutdown(socket.SHUT_RDWR)
+    threads[0].join()
     proxy.close()
     for service in services:
         service.close()
