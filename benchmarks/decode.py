@@ -54,6 +54,7 @@ import numpy as np
 
 from benchmarks.in_turn import Answer, Engine, Table, absolute, finish, measure, parser, workers
 from transformer_jax import EOS_ID, PAD_ID, Config, DecodingConfig, load_config_file
+from transformer_jax.tokenization.languages import Languages
 
 Ids = list[list[int]]
 Search = Callable[[], Ids]
@@ -64,6 +65,7 @@ def numbered_tokens(vocab_size: int) -> Any:
     names = ["<pad>", "<s>", "</s>", "<unk>", *(f"p{i}" for i in range(4, vocab_size))]
     side = SimpleNamespace(
         model=b"",
+        segmenter=None,
         vocab_size=vocab_size,
         tokens=lambda ids: [names[i] for i in ids],
         suppressed_ids=lambda _: [],
@@ -72,7 +74,8 @@ def numbered_tokens(vocab_size: int) -> Any:
         eos_id=2,
         unk_id=3,
     )
-    return SimpleNamespace(source=side, target=side, joint=True, vocabulary=False, pretrained=b"")
+    sides = {"source": side, "target": side, "joint": True}
+    return SimpleNamespace(**sides, languages=Languages(), vocabulary=False, pretrained=b"")
 
 
 def load(job: Answer) -> tuple[Config, Any, Any]:

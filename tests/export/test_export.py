@@ -74,6 +74,16 @@ CTRANSLATE2: dict[str, dict[str, Any]] = {
     "final norm": {"final_norm": True},
     "swiglu": {"norm": "pre", "norm_type": "rms", "activation": "swiglu"},
     "two vocabularies": {"tie_embeddings": "target"},
+    "learned from the third row, normalized": {
+        **{"positions": "learned", "position_offset": 2, "max_positions": 40},
+        **{"embedding_norm": True, "embedding_scale": "none", "share_positions": False},
+    },
+    "sinusoids from the fourth on": {"position_offset": 3, "embedding_scale": "tokens"},
+    "a position bias for each layer": {
+        **{"positions": "relative", "relative_bias": "layer", "relative_distance": 9},
+        **{"relative_buckets": 6, "attention_scale": False, "output_scale": True},
+    },
+    "narrow heads": {"d_k": 5, "d_v": 5},
 }
 # Fields of our config that Hugging Face's folder keeps.
 KEPT = ["vocab_size", "source_vocab_size", "tie_embeddings", "positions", "activation"]
@@ -376,7 +386,7 @@ def test_files_have_the_permissions_of_new_files(mask, tmp_path, joint, make) ->
         ("huggingface", {"final_norm": True}, "model.final_norm"),
         ("huggingface", {"norm_type": "rms"}, "model.norm_type"),
         ("huggingface", {"activation": "swiglu"}, "model.activation"),
-        ("ctranslate2", {"d_k": 7}, "model.d_k"),
+        ("ctranslate2", {"d_k": 7}, "model.d_v"),
         ("ctranslate2", {"d_v": 7}, "model.d_v"),
     ],
 )

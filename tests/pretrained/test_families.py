@@ -36,8 +36,11 @@ from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.loading import import_huggingface, load_model
 from transformer_jax.settings.config import Config, ModelConfig
+from transformer_jax.tokenization.rows import with_eos
+from transformer_jax.tokenization.segmenters import JsonSegmenter
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.training.loss import smoothed_cross_entropy
+from transformer_jax.translation.ctranslate2_engine import CTranslate2Engine
 from transformer_jax.translation.translator import Translator
 
 CODES = {"m2m_100": ("en", "de")}
@@ -398,28 +401,46 @@ def test_ctranslate2s_converter_reads_an_export(family: Family, tmp_path: Path) 
     assert [tuple(t for t in its if t in family.ids) for its in theirs] == unnamed
 
 
-OURS = ("marian", "marian, two vocabularies", "marian, untied", "pegasus")
-
-
-def test_our_export_to_ctranslate2_is_equal_or_an_error(family: Family, tmp_path: Path) -> None:
-    """Only Marian and Pegasus have no settings that it lacks."""
-    shape = dataclasses.replace(family.config.model, embedding_scale="none")
-    config = dataclasses.replace(family.config, model=shape)
-    for each in [config] if family.case in OURS else [config, family.config]:
-        with pytest.raises(UserError, match="^model.(positions|position_offset|embedding_s|d_k)"):
-            export_ctranslate2(each, family.model, family.tokenizer, tmp_path)
-    if family.case not in OURS or family.config.model.embedding_scale == "none":
-        return
+def test_our_export_to_ctranslate2_has_equal_scores(family: Family, tmp_path: Path) -> None:
     export_ctranslate2(family.config, family.model, family.tokenizer, tmp_path)
+    is_json = isinstance(family.tokenizer.source.segmenter, JsonSegmenter)
+    assert (tmp_path / "tokenizer.json").exists() is is_json
+    assert (tmp_path / "source.spm").exists() is not is_json
     [source, *_], [target, *_] = family.our_batch
-    scores = ctranslate2.Translator(str(tmp_path), intra_threads=1).score_batch(
-        [family.tokenizer.source.tokens(source)], [family.tokenizer.target.tokens(target)]
+    source_ids = family.tokenizer.affixes(*family.codes).source([*source])
+    [scores] = ctranslate2.Translator(str(tmp_path), intra_threads=1).score_batch(
+        [family.tokenizer.source.tokens(source_ids)], [family.tokenizer.target.tokens(target)]
     )
     eos_id = family.config.model.eos_id
-    rows = [[*source, eos_id]], [[*target, eos_id]]
+    rows = [with_eos(source_ids, eos_id)], [[*target, eos_id]]
     log_probs = jax.nn.log_softmax(family.model(*map(np.array, rows)))[0]
     expected = np.asarray(log_probs)[range(len(target) + 1), rows[1][0]]
-    np.testing.assert_allclose(scores[0].log_probs, expected, atol=1e-4)
+    np.testing.assert_allclose(scores.log_probs, expected, atol=1e-4)
+
+
+@representatives("nllb", "bart")
+def test_ctranslate2_searches_as_we_do(family: Family, tmp_path: Path) -> None:
+    """With the tokens around a line, and those that begin a target, which have no score."""
+    model = nnx.clone(family.model)
+    has_bias = model.softmax_bias is not None
+    if has_bias:  # otherwise, CTranslate2 renormalizes without PAD
+        model.softmax_bias[...] = model.softmax_bias[...].at[model.config.pad_id].set(-30.0)
+    family = dataclasses.replace(family, model=model)
+    ours = family.translator(1)
+    config = dataclasses.replace(family.config, decoding=ours.config)
+    export_ctranslate2(config, model, ours.tokenizer, tmp_path)
+    engine = CTranslate2Engine(tmp_path, config, ours.tokenizer)
+    theirs = Translator(model, ours.tokenizer, ours.config, ctranslate2=engine)
+    pairs = [
+        (mine, its)
+        for [mine], [its] in zip(ours.stream(LINES), theirs.stream(LINES), strict=True)
+        if len(mine.tokens) < LIMIT
+    ]
+    assert len(pairs) >= 40
+    for mine, its in pairs:
+        assert its.tokens == mine.tokens
+        if has_bias:
+            np.testing.assert_allclose(its.score, mine.score, rtol=1e-5)
 
 
 # Files.

@@ -30,13 +30,16 @@ def folder(tmp_path_factory) -> Path:
     return folder / "ours"
 
 
-@pytest.fixture(scope="module")
-def server(folder) -> Iterator[Server]:
-    arguments, served = checked_flags(["--workdir", str(folder), "--languages", "all", *SEARCH])
+@pytest.fixture(scope="module", params=["jax", "ctranslate2"])
+def server(folder, request) -> Iterator[Server]:
+    flags = ["--workdir", str(folder), "--languages", "all", "--engine", request.param, *SEARCH]
+    arguments, served = checked_flags(flags)
     service = _load(arguments, served)
     service.start()
     try:
-        with serving(service, Translator.from_workdir(folder, **vars(served[0].search))) as found:
+        search = vars(served[0].search)
+        translator = Translator.from_workdir(folder, engine=request.param, **search)
+        with serving(service, translator) as found:
             yield found
     finally:
         service.close()
@@ -61,7 +64,8 @@ def test_attention_is_that_of_the_chosen_languages(server) -> None:
     request = Request(text, source_language="de", target_language="en")
     [[translation]] = translator.stream([request])
     scorer = Scorer(translator.model, translator.tokenizer, translator.config)
-    [expected] = scorer.align([(request, translation)])
+    [expected] = scorer.align_and_score([(request, translation)])
+    assert expected.token_log_probs[0] == 0 > expected.token_log_probs[1]  # the language is free
     reply = server.ask(q=text, source="de", target="en", attention=True)
     [[sentence]] = reply.json["sentences"]
     values = output_values(expected, token_scores=True, alignments="soft")

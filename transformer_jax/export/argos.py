@@ -8,6 +8,8 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 from transformer_jax import Config, Tokenizer, UserError
+from transformer_jax.tokenization.languages import Languages
+from transformer_jax.tokenization.segmenters import SentencePieceSegmenter
 
 _METADATA = "from_code", "from_name", "to_code", "to_name"
 _PLACES = {"README.md": "README.md", "source.spm": "sentencepiece.model"}  # others: model/
@@ -26,8 +28,9 @@ def pack_argos(
       sentences: file of a MiniSBD model, which splits text into sentences; '': none.
     """
     tags = config.data.train.tags
-    is_tagged = bool(tags and all(tags)) or bool(tokenizer.languages.tokens)
-    if tokenizer.source is not tokenizer.target or is_tagged:
+    is_tagged = bool(tags and all(tags)) or tokenizer.languages != Languages()
+    is_sentencepiece = isinstance(tokenizer.source.segmenter, SentencePieceSegmenter)
+    if tokenizer.source is not tokenizer.target or is_tagged or not is_sentencepiece:
         raise UserError(
             f"tokenizer.joint is {tokenizer.joint}, and data.train.tags is {tags}; expected one "
             "SentencePiece model for both languages and source lines without tags or language "

@@ -11,7 +11,12 @@ import numpy as np
 from safetensors.numpy import save
 
 from transformer_jax import Config, Tokenizer, Transformer, UserError
-from transformer_jax.pretrained.export_files import check_fields, write_json, write_sentencepiece
+from transformer_jax.pretrained.export_files import (
+    check_fields,
+    check_head_widths,
+    write_json,
+    write_segmenters,
+)
 from transformer_jax.pretrained.families import ACTIVATIONS, FAMILIES
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.marian import MarianFiles
@@ -48,6 +53,7 @@ def export_huggingface(
         norm_epsilon=(1e-6, 1e-5),  # always 1e-5 there; outputs differ by a few 1e-6
         positions=("interleaved",),
     )
+    check_head_widths(model_config, "MarianMT")
     _write_weights(to_library(with_biases(model), FAMILIES["marian"].weight_names), folder)
     generation = to_transformers(config, tokenizer)
     # from_pretrained needs the special token ids here; search settings go in the other file.
@@ -110,7 +116,7 @@ def _config(config: Config) -> dict[str, Any]:
 
 
 def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    tokens, _ = write_sentencepiece(tokenizer, folder)
+    tokens, _ = write_segmenters(tokenizer, folder)
     write_json(folder / "vocab.json", {token: i for i, token in enumerate(tokens)})
     settings = {
         "tokenizer_class": "MarianTokenizer",

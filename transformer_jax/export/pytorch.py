@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from transformer_jax import ModelConfig, Transformer, UserError, model_from_arrays
-from transformer_jax.pretrained.export_files import check_fields
+from transformer_jax.pretrained.export_files import check_fields, check_head_widths
 from transformer_jax.pretrained.files import LazyArray
 from transformer_jax.pretrained.weights import (
     WeightNames,
@@ -141,6 +141,7 @@ def to_torch(model: Transformer) -> TorchModules:
         positions=("interleaved", "tensor2tensor", "learned"),
         tie_embeddings=("all", "embeddings", "target", "none"),
     )
+    check_head_widths(config, "torch.nn.Transformer")
     weights = to_library(with_biases(model), _LIBRARY)
     tensors = {name: torch.tensor(x) for name, x in weights.items()}
     target = nn.Embedding.from_pretrained(tensors["target_embedding.weight"], freeze=False)

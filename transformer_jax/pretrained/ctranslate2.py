@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax.errors import needs_extra
+from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.pretrained.export_files import check_fields, write_json, write_sentencepiece
+from transformer_jax.pretrained.export_files import check_fields, write_json, write_segmenters
 from transformer_jax.pretrained.search_settings import length_limits, to_ctranslate2
 from transformer_jax.pretrained.weights import WeightNames, Weights, to_library, with_biases
 from transformer_jax.settings.config import Config, ModelConfig
@@ -31,7 +31,12 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "final_norm": (None, True, False),
     "norm_type": ("layer", "rms"),
     "activation": tuple(_ACTIVATIONS),
-    "positions": ("interleaved", "tensor2tensor", "learned"),
+    "positions": ("interleaved", "tensor2tensor", "learned", "relative"),
+    "position_offset": range(2**31),  # of the table
+    "attention_scale": (True, False),
+    "embedding_scale": ("all", "tokens", "none"),
+    "embedding_norm": (False, True),
+    "output_scale": (False, True),
     "zero_decoder_start": (False, True),
     "tie_embeddings": ("all", "embeddings", "target", "none"),
 }
@@ -44,7 +49,12 @@ _LIBRARY = WeightNames(
         "target_embedding.position_matrix": "decoder/position_encodings/encodings",
         "softmax_matrix": "decoder/projection/weight",
         "softmax_bias": "decoder/projection/bias",
+        "source_embedding.norm.scale": "encoder/layernorm_embedding/gamma",
+        "source_embedding.norm.bias": "encoder/layernorm_embedding/beta",
+        "target_embedding.norm.scale": "decoder/layernorm_embedding/gamma",
+        "target_embedding.norm.bias": "decoder/layernorm_embedding/beta",
         "final_norm": "{side}/layer_norm/{}",
+        "relative_bias": "self_attention/relative_attention_bias",
         "self_attention.query": "self_attention/linear_0/{}",
         "self_attention.key": "self_attention/linear_0/{}",
         "self_attention.value": "self_attention/linear_0/{}",
@@ -70,6 +80,11 @@ def check_ctranslate2(config: ModelConfig) -> None:
     or CTranslate2 itself if it is not installed.
     """
     check_fields(config, "CTranslate2", **_SUPPORTED)
+    if config.head_width_k != config.head_width_v:
+        raise UserError(
+            f"model.d_v is {config.head_width_v}; expected {config.head_width_k}, as model.d_k. "
+            "CTranslate2 supports no other value."
+        )
     with needs_extra("export"):
         import ctranslate2  # noqa: F401
 
@@ -84,33 +99,19 @@ def export_ctranslate2(
     """Write ``model`` to the existing ``folder``, with weights of this type.
 
     CTranslate2 reads ``model.bin``, ``config.json`` and the vocabulary. ``source.spm`` and
-    ``target.spm`` tokenize and detokenize. ``generation_config.json`` holds keyword arguments for
-    ``translate_batch``, which the format itself cannot store.
+    ``target.spm``, or ``tokenizer.json``, tokenize and detokenize. ``generation_config.json`` holds
+    keyword arguments for ``translate_batch``, which the format itself cannot store.
     """
     check_ctranslate2(config.model)
     spec = _spec(config.model)
-    weights = with_biases(model)
-    # The target's matrices, also where the source or the softmax uses them.
-    matrix = "target_embedding.matrix"
-    table = "target_embedding.position_matrix"
-    layout = config.model.positions
-    if layout == "interleaved" or layout == "tensor2tensor":
-        num_positions = position_table_length(config)
-        weights[table] = sinusoidal_positions(num_positions, config.model.d_model, layout)
-    shared = {
-        "softmax_matrix": matrix,
-        "source_embedding.matrix": matrix,
-        "source_embedding.position_matrix": table,
-    }
-    weights = {name: weights[source] for name, source in shared.items()} | weights
-    spec.decoder.start_from_zero_embedding = config.model.zero_decoder_start
+    weights = _with_shared(with_biases(model), config)
     library = _LIBRARY
     if config.model.is_gated:
         names = {**library.names, "feed_forward.inner": "ffn/linear_0_noact/{}"}
         library = library._replace(names=names)
     _fill(spec, to_library(weights, library))
 
-    source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
+    source_tokens, target_tokens = write_segmenters(tokenizer, folder)
     spec.register_source_vocabulary(source_tokens)
     spec.register_target_vocabulary(target_tokens)
     target = tokenizer.target
@@ -120,13 +121,54 @@ def export_ctranslate2(
     spec.config.eos_token = target_tokens[target.eos_id]
     if target.unk_id is not None:
         spec.config.unk_token = target_tokens[target.unk_id]
-    spec.config.add_source_eos = True
+    # Otherwise, EOS and the language are a part of the source (``Tokenizer.affixes``).
+    spec.config.add_source_eos = not tokenizer.languages.places.after_source
     spec.config.layer_norm_epsilon = config.model.norm_epsilon
     spec.validate()
     spec.optimize(quantization=weights_type)
     spec.save(str(folder))
 
     write_json(folder / "generation_config.json", to_ctranslate2(config, tokenizer))
+
+
+def _with_shared(weights: Weights, config: Config) -> Weights:
+    """Add copies of what parts of the model share, and the tables of positions: CTranslate2 reads
+    each under its own name.
+    """
+    shape = config.model
+    originals = {
+        "softmax_matrix": "target_embedding.matrix",
+        "source_embedding.matrix": "target_embedding.matrix",
+        "source_embedding.norm.scale": "target_embedding.norm.scale",
+        "source_embedding.norm.bias": "target_embedding.norm.bias",
+    }
+    for side, num_layers in (("encoder", shape.num_layers), ("decoder", shape.decoder_layers)):
+        for number in range(1, num_layers):
+            first = f"{side}.relative_biases.0.table"
+            originals[f"{side}.relative_biases.{number}.table"] = first
+    copies = {
+        name: weights[original]
+        for name, original in originals.items()
+        if name not in weights and original in weights
+    }
+    return weights | copies | _position_tables(weights, config)
+
+
+def _position_tables(weights: Weights, config: Config) -> Weights:
+    """Return the positions that are added to the embeddings of source and target, from the first
+    token's on.
+    """
+    shape = config.model
+    source, target = "source_embedding.position_matrix", "target_embedding.position_matrix"
+    tables: Weights = {}
+    match shape.positions:
+        case "interleaved" | "tensor2tensor" as layout:
+            length = position_table_length(config) + shape.position_offset
+            table = sinusoidal_positions(length, shape.d_model, layout)
+            tables = {source: table, target: table}
+        case "learned":
+            tables = {source: weights.get(source, weights[target]), target: weights[target]}
+    return {name: table[shape.position_offset :] for name, table in tables.items()}
 
 
 def position_table_length(config: Config) -> int:
@@ -145,6 +187,8 @@ def _spec(shape: ModelConfig) -> Any:
         "rms_norm": shape.norm_type == "rms",
         "activation": common_spec.Activation[_ACTIVATIONS[shape.activation]],
         "ffn_glu": shape.is_gated,
+        "layernorm_embedding": shape.embedding_norm,
+        "relative_attention_bias": shape.positions == "relative",
     }
     encoder = transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **settings)
     has_alignment_head = shape.alignment_layer is not None
@@ -155,8 +199,21 @@ def _spec(shape: ModelConfig) -> Any:
         alignment_heads=int(has_alignment_head),  # 0: the mean over all heads
         **settings,
     )
+    decoder.start_from_zero_embedding = shape.zero_decoder_start
+    if shape.output_scale:
+        decoder.scale_outputs = shape.d_model**-0.5
     for side in (encoder, decoder):
         side.pre_norm = shape.norm == "pre"
+        side.scale_embeddings = shape.embedding_scale != "none"
+        for layer in side.layer:
+            if shape.positions == "relative":
+                distance = np.int32(shape.relative_distance)
+                layer.self_attention.relative_attention_max_distance = distance
+            attentions = [layer.self_attention]
+            if side is decoder:
+                attentions.append(layer.attention)
+            for attention in attentions:
+                attention.queries_scale = shape.head_width_k**-0.5 if shape.attention_scale else 1.0
     return transformer_spec.TransformerSpec(encoder, decoder)
 
 

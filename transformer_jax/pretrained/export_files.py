@@ -9,6 +9,7 @@ from typing import Any
 
 from transformer_jax.errors import UserError
 from transformer_jax.settings.config import ModelConfig
+from transformer_jax.tokenization.segmenters import JsonSegmenter
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 # Settings of any value: sizes, biases, token ids, and what only training or our own precision uses.
@@ -25,7 +26,7 @@ _ANY_VALUE = {
 def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
     """Raise ``UserError`` for a field whose value ``library`` does not support. Fields that are
     neither in ``allowed`` nor sizes and the like must have the paper's value, so an export never
-    ignores a field that it does not know. Heads must have the paper's width.
+    ignores a field that it does not know.
     """
     if shape.positions != "learned":
         allowed = {"embedding_scale": ("all", "tokens")} | allowed
@@ -39,6 +40,10 @@ def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]
                 f"model.{field.name} is {value!r}; expected {' or '.join(map(repr, values))}. "
                 f"{library} supports no other value."
             )
+
+
+def check_head_widths(shape: ModelConfig, library: str) -> None:
+    """Raise ``UserError`` unless heads have the paper's width."""
     for name, width in (("d_k", shape.head_width_k), ("d_v", shape.head_width_v)):
         if width * shape.num_heads != shape.d_model:
             raise UserError(
@@ -47,15 +52,17 @@ def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]
             )
 
 
-def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], list[str]]:
-    """Write source.spm and target.spm to ``folder``. Returns the source and target tokens in id
-    order.
+def write_segmenters(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], list[str]]:
+    """Write source.spm and target.spm, or tokenizer.json, to ``folder``. Returns the source and
+    target tokens in id order.
     """
-    sides = {"source.spm": tokenizer.source, "target.spm": tokenizer.target}
-    for name, side in sides.items():
-        (folder / name).write_bytes(side.model)
-    source, target = (side.tokens(range(side.vocab_size)) for side in sides.values())
-    return source, target
+    source, target = tokenizer.source, tokenizer.target
+    if isinstance(source.segmenter, JsonSegmenter):  # one file for both
+        (folder / "tokenizer.json").write_bytes(source.model)
+    else:
+        (folder / "source.spm").write_bytes(source.model)
+        (folder / "target.spm").write_bytes(target.model)
+    return source.tokens(range(source.vocab_size)), target.tokens(range(target.vocab_size))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

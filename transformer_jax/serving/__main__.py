@@ -123,14 +123,11 @@ def _raise_open_files() -> None:
 
 
 def _load(arguments: Arguments, served: Sequence[ServedModel]) -> Service:
-    import jax
-
     from transformer_jax import AsyncTranslator
     from transformer_jax.devices.compilation_cache import enable_compilation_cache
     from transformer_jax.serving.service import Service
 
     enable_compilation_cache()
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s
     models: dict[Any, AsyncTranslator] = {}
     for workdir, pairs, search in served:
         model = AsyncTranslator.from_workdir(

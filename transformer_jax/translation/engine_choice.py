@@ -66,8 +66,6 @@ def _load(
     """Export the model if necessary, and load the export."""
     if isinstance(model, Ensemble):
         raise UserError("There are several models; expected one. CTranslate2 has no ensembles.")
-    if tokenizer.unscored_prefix_length:
-        raise UserError("The target begins with its language, whose score CTranslate2 adds.")
     check_search(config)
     check_ctranslate2(model.config)
     settings = Config(model=model.config, decoding=config)

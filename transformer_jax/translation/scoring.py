@@ -99,9 +99,7 @@ class Scorer:
         scored = self.score_tokens(list(zip(self._sources(requests), encoded)))
         translations = list[Translation]()
         for text, prefix, ids, log_probs in zip(targets, prefixes, encoded, scored):
-            # The language is free, as in the search.
-            unscored_prefix_length = min(len(prefix), self.tokenizer.unscored_prefix_length)
-            log_probs = np.pad(log_probs[unscored_prefix_length:], (unscored_prefix_length, 0))
+            log_probs = self._with_free_language(log_probs, len(prefix))
             log_prob = float(log_probs.sum(dtype=np.float64))
             length = len(log_probs)
             translations.append(
@@ -153,8 +151,16 @@ class Scorer:
         targets = [self.tokenizer.target.ids(aligned[i].tokens) for i in missing]
         scored = self.score_tokens(list(zip(self._sources(requests), targets)))
         for i, log_probs in zip(missing, scored):
-            aligned[i] = replace(aligned[i], token_log_probs=tuple(map(float, log_probs)))
+            scores = self._with_free_language(log_probs, len(log_probs))
+            aligned[i] = replace(aligned[i], token_log_probs=tuple(map(float, scores)))
         return aligned
+
+    def _with_free_language(self, log_probs: np.ndarray, prefix_length: int) -> np.ndarray:
+        """Return the scores of a target that begins with a prefix of this length, with 0 for the
+        language, which the search is forced to take.
+        """
+        count = min(prefix_length, self.tokenizer.unscored_prefix_length)
+        return np.pad(log_probs[count:], (count, 0))
 
     def _sources(self, requests: Sequence[Request]) -> list[list[int]]:
         encoded = self.tokenizer.source.encode([each.text for each in requests])
