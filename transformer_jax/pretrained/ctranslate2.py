@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ _ACTIVATIONS = {
     "silu": "SWISH",
     "swiglu": "SWISH",
 }
-_SUPPORTED: dict[str, tuple[object, ...]] = {
+_SUPPORTED: dict[str, Collection[object]] = {
     # Values of the settings that change a model's layers; see check_fields for all others.
     "norm": ("post", "pre"),
     "final_norm": (None, True, False),
     "norm_type": ("layer", "rms"),
     "activation": tuple(_ACTIVATIONS),
     "positions": ("interleaved", "tensor2tensor", "learned", "relative"),
-    "position_offset": range(2**31),  # of the table
+    "position_offset": range(2**31),  # any: the table of positions begins there
     "attention_scale": (True, False),
     "embedding_scale": ("all", "tokens", "none"),
     "embedding_norm": (False, True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ _ANY_VALUE = {
 }
 
 
-def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
+def check_fields(shape: ModelConfig, library: str, **allowed: Collection[object]) -> None:
     """Raise ``UserError`` for a field whose value ``library`` does not support. Fields that are
     neither in ``allowed`` nor sizes and the like must have the paper's value, so an export never
     ignores a field that it does not know.
