@@ -42,7 +42,7 @@ def server(workdir: Path, translator: Translator) -> Iterator[Server]:
 
 
 def export_of(workdir: Path) -> Path:
-    return workdir / ".ctranslate2" / "model"
+    return workdir / ".ctranslate2" / "float32"
 
 
 def by_ctranslate2(server: Server, workdir: Path, lines: list[str], prefix: str = "") -> list[Any]:

@@ -15,9 +15,10 @@ from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.pretrained import ctranslate2_cache
-from transformer_jax.settings.config import DecodingConfig, ModelConfig
+from transformer_jax.settings.config import Config, DecodingConfig, ModelConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 from transformer_jax.translation import engine_choice
+from transformer_jax.translation.ctranslate2_engine import CTranslate2Engine
 from transformer_jax.translation.engine_choice import choose_engine
 from transformer_jax.translation.translator import Translator
 
@@ -62,13 +63,29 @@ def test_on_a_cpu_ctranslate2_searches_with_an_export_beside_the_model(
 ) -> None:
     engine, messages = choose()
     assert "there is no export yet" in messages and "Engine ctranslate2, in float32" in messages
-    file = tmp_path / ".ctranslate2" / "model" / "model.bin"
+    file = tmp_path / ".ctranslate2" / "float32" / "model.bin"
     before = file.stat().st_mtime_ns
     again, messages = choose()
     assert "Exporting" not in messages and file.stat().st_mtime_ns == before
     found = translations(engine, model, tokenizer)
     assert found == translations(again, model, tokenizer)
     assert len(set(found)) > 3
+
+
+def test_each_type_of_weights_has_an_export(choose, model, tokenizer, tmp_path) -> None:
+    """In int8, it is smaller, and has the outputs of float32 weights that are quantized later."""
+    choose()
+    int8 = dataclasses.replace(CONFIG, weights="int8")
+    engine, messages = choose(config=int8)
+    assert "there is no export yet" in messages and "Engine ctranslate2, in int8" in messages
+    assert "Exporting" not in choose()[1] and "Exporting" not in choose(config=int8)[1]
+    folder = tmp_path / ".ctranslate2"
+    sizes = {name: (folder / name / "model.bin").stat().st_size for name in ("float32", "int8")}
+    assert sizes["int8"] < sizes["float32"]
+    quantized_later = CTranslate2Engine(
+        folder / "float32", Config(model=model.config, decoding=int8), tokenizer
+    )
+    assert translations(engine, model, tokenizer) == translations(quantized_later, model, tokenizer)
 
 
 def test_jax_is_chosen_without_a_word(choose) -> None:
@@ -79,7 +96,7 @@ def test_an_export_is_replaced_if_it_is_stale_or_corrupt(
     choose, model, tokenizer, tmp_path, monkeypatch
 ) -> None:
     first, _ = choose()
-    folder = tmp_path / ".ctranslate2" / "model"
+    folder = tmp_path / ".ctranslate2" / "float32"
     other = make_model(tokenizer, seed=3)
     changed, messages = choose(model=other)
     assert "has changed" in messages

@@ -29,15 +29,15 @@ from transformer_jax.tokenization.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _FOLDER = ".ctranslate2"  # hidden, so that it is not copied with a work directory
-_MODEL = "model"
 
 
 @contextmanager
 def current_export(
-    workdir: Path, config: Config, model: Transformer, tokenizer: Tokenizer
+    workdir: Path, config: Config, model: Transformer, tokenizer: Tokenizer, weights_type: str
 ) -> Iterator[Path]:
-    """Export a model, unless ``workdir`` has an intact export with its fingerprint. Yields the
-    export's folder, which other processes do not replace within the context.
+    """Export a model with weights of this type, unless ``workdir`` has an intact export with its
+    fingerprint. Yields the export's folder, which other processes do not replace within the
+    context.
 
     The folder is in ``workdir`` or, if that is read-only, in the user's cache directory.
 
@@ -46,7 +46,7 @@ def current_export(
       OSError: the disk is full.
     """
     parent = _writable_folder(workdir)
-    folder = parent / _MODEL
+    folder = parent / weights_type
     fingerprint = _fingerprint(config, model, tokenizer)
     with locked(parent / "lock"):
         problem = _problem(folder, fingerprint)
@@ -54,7 +54,7 @@ def current_export(
             logger.info("Exporting the model to CTranslate2: %s.", problem)
             delete_complete(folder)
             with new_folder(str(folder), "workdir"):
-                export_ctranslate2(config, model, tokenizer, folder)
+                export_ctranslate2(config, model, tokenizer, folder, weights_type)
                 write_manifest(folder, config, tokenizer, {"fingerprint": fingerprint})
         yield folder
 

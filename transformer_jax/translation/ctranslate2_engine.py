@@ -23,7 +23,8 @@ from transformer_jax.settings.config import Config, DecodingConfig
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _MAX_LENGTH = 2**16
-_COMPUTE_TYPES = {"auto": "float32", "int8": "int8"}  # by ``decoding.weights``
+COMPUTE_TYPES = {"auto": "float32", "int8": "int8"}
+"""Data type of weights and matmuls by ``decoding.weights``."""
 
 
 def check_search(config: DecodingConfig) -> None:
@@ -33,9 +34,9 @@ def check_search(config: DecodingConfig) -> None:
             f"decoding.method is {config.method!r}; expected 'beam'. CTranslate2's samples of a "
             "line depend on other lines."
         )
-    if config.weights not in _COMPUTE_TYPES:
+    if config.weights not in COMPUTE_TYPES:
         raise UserError(
-            f"decoding.weights is {config.weights!r}; expected {' or '.join(_COMPUTE_TYPES)} with "
+            f"decoding.weights is {config.weights!r}; expected {' or '.join(COMPUTE_TYPES)} with "
             "CTranslate2."
         )
 
@@ -59,7 +60,7 @@ class CTranslate2Engine:
         with needs_extra("export"):
             import ctranslate2
         decoding = config.decoding
-        self.compute_type = _COMPUTE_TYPES[decoding.weights]
+        self.compute_type = COMPUTE_TYPES[decoding.weights]
         self.num_workers = num_cores()
         self.search_settings = to_ctranslate2(config, tokenizer)
         self._tokenizer = tokenizer

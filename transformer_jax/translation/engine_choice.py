@@ -14,7 +14,11 @@ from transformer_jax.pretrained.ctranslate2 import check_ctranslate2
 from transformer_jax.pretrained.ctranslate2_cache import current_export
 from transformer_jax.settings.config import Config, DecodingConfig, EngineName
 from transformer_jax.tokenization.tokenizer import Tokenizer
-from transformer_jax.translation.ctranslate2_engine import CTranslate2Engine, check_search
+from transformer_jax.translation.ctranslate2_engine import (
+    COMPUTE_TYPES,
+    CTranslate2Engine,
+    check_search,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +73,9 @@ def _load(
     check_search(config)
     check_ctranslate2(model.config)
     settings = Config(model=model.config, decoding=config)
+    weights_type = COMPUTE_TYPES[config.weights]
     try:
-        with current_export(workdir, settings, model, tokenizer) as folder:
+        with current_export(workdir, settings, model, tokenizer, weights_type) as folder:
             return CTranslate2Engine(folder, settings, tokenizer)
     except UserError:
         raise
