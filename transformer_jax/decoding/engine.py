@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -14,7 +14,12 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.compiled_search import ModelSearch, compile_search, finished_results
+from transformer_jax.decoding.compiled_search import (
+    CompiledSearch,
+    ModelSearch,
+    compile_search,
+    finished_results,
+)
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import Admitted, Rows, select_rows
 from transformer_jax.decoding.devices import put_on_device
@@ -108,14 +113,27 @@ class Engine:
             parameters = nnx.to_pure_dict(parameters)
         # Transfer once, not in every search.
         self._parameters = put_on_device(parameters, self._device)
-        self._weights = {}
-        if parameters:
-            graph, weights = nnx.split(
-                with_cast_weights(self.model, self.config.weights), nnx.Param
-            )
-            self._weights = nnx.to_pure_dict(weights)
-            self._search = ModelSearch(graph, self.method)
-            self._compiled = compile_search(self._search)
+        vars(self).pop("_cast", None)
+
+    @cached_property
+    def _cast(self) -> tuple[Any, Any]:
+        """Graph and weights of the model that searches, with matrices in the type of the matmuls.
+        They are made for the first search: there is none if CTranslate2 searches.
+        """
+        graph, weights = nnx.split(with_cast_weights(self.model, self.config.weights), nnx.Param)
+        return graph, nnx.to_pure_dict(weights)
+
+    @property
+    def _weights(self) -> Any:
+        return self._cast[1]
+
+    @cached_property
+    def _search(self) -> ModelSearch:
+        return ModelSearch(self._cast[0], self.method)
+
+    @cached_property
+    def _compiled(self) -> CompiledSearch:
+        return compile_search(self._search)
 
     def copy_to(self, device: jax.Device) -> Self:
         """Copy the engine to another device, with its current parameters. Engines on CPU devices
@@ -123,7 +141,10 @@ class Engine:
         """
         other = copy(self)
         other._device = device
-        other._parameters, other._weights = put_on_device((self._parameters, self._weights), device)
+        if self._parameters:
+            graph, weights = self._cast
+            other._parameters, weights = put_on_device((self._parameters, weights), device)
+            other._cast = graph, weights
         return other
 
     @property

@@ -45,8 +45,9 @@ class Translator:
     A line's translation depends only on the line and the settings, not on its neighbors.
 
     Attributes:
-      engines: one ``Engine`` per device, which searches over token ids.
-      ctranslate2: the engine that searches instead of them, or None.
+      engines: one ``Engine`` per device, which searches over token ids, or a single one if
+        ``ctranslate2`` searches.
+      ctranslate2: the engine that searches instead, or None.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Translator:
     def _make_engines(
         self, model: Transformer | Ensemble, suppressed_ids: tuple[int, ...]
     ) -> list[Engine]:
-        """Make one engine for each device."""
+        """Make one engine for each device that searches."""
         batch_size = -(-self.config.batch_size // max(1, len(self._devices)))
         engine = Engine(
             model,
@@ -106,6 +107,8 @@ class Translator:
             unscored_prefix_length=self.tokenizer.unscored_prefix_length,
             device=self._devices[0] if self._devices else None,
         )
+        if self.ctranslate2:  # it searches until new parameters are assigned
+            return [engine]
         return [engine, *map(engine.copy_to, self._devices[1:])]
 
     @classmethod
