@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from random_models import lines_of_words, make_model, train_tokenizer
 
@@ -192,6 +193,22 @@ def test_terms_need_jax(choose, model, tokenizer) -> None:
         Translator(model, tokenizer, CONFIG, ctranslate2=engine, glossary={"one": "TWO"}).translate(
             ["one two"]
         )
+
+
+def test_the_weights_of_our_search_are_not_cast_for_it(
+    choose, model, tokenizer, monkeypatch
+) -> None:
+    engine, _ = choose()
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("cast")
+
+    monkeypatch.setattr("transformer_jax.decoding.engine.with_cast_weights", fail)
+    devices = jax.devices()[:1] * 2
+    translator = Translator(model, tokenizer, CONFIG, devices=devices, ctranslate2=engine)
+    assert len(translator.translate(LINES)) == len(LINES)
+    with pytest.raises(AssertionError, match="cast"):
+        Translator(model, tokenizer, CONFIG).translate(LINES)
 
 
 def test_new_parameters_are_searched_with_jax(choose, model, tokenizer) -> None:
