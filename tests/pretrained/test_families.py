@@ -32,7 +32,7 @@ from transformer_jax.export.huggingface import export_huggingface
 from transformer_jax.model.positions import RelativeBias
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.pretrained.__main__ import main
-from transformer_jax.pretrained.ctranslate2 import export_ctranslate2
+from transformer_jax.pretrained.ctranslate2 import adds_source_eos, export_ctranslate2
 from transformer_jax.pretrained.folder import Pretrained
 from transformer_jax.pretrained.loading import import_huggingface, load_model
 from transformer_jax.settings.config import Config, ModelConfig
@@ -408,6 +408,8 @@ def test_our_export_to_ctranslate2_has_equal_scores(family: Family, tmp_path: Pa
     assert (tmp_path / "source.spm").exists() is not is_json
     [source, *_], [target, *_] = family.our_batch
     source_ids = family.tokenizer.affixes(*family.codes).source([*source])
+    if not adds_source_eos(family.tokenizer):
+        source_ids = with_eos(source_ids, family.config.model.eos_id)
     [scores] = ctranslate2.Translator(str(tmp_path), intra_threads=1).score_batch(
         [family.tokenizer.source.tokens(source_ids)], [family.tokenizer.target.tokens(target)]
     )
@@ -420,7 +422,9 @@ def test_our_export_to_ctranslate2_has_equal_scores(family: Family, tmp_path: Pa
 
 @representatives("nllb", "bart")
 def test_ctranslate2_searches_as_we_do(family: Family, tmp_path: Path) -> None:
-    """With the tokens around a line, and those that begin a target, which have no score."""
+    """With the tokens around a line, and those that begin a target, which have no score. Users of
+    the export give it the tokens of transformers' tokenizers, or of source.spm.
+    """
     model = nnx.clone(family.model)
     has_bias = model.softmax_bias is not None
     if has_bias:  # otherwise, CTranslate2 renormalizes without PAD
@@ -431,14 +435,18 @@ def test_ctranslate2_searches_as_we_do(family: Family, tmp_path: Path) -> None:
     export_ctranslate2(config, model, ours.tokenizer, tmp_path)
     engine = CTranslate2Engine(tmp_path, config, ours.tokenizer)
     theirs = Translator(model, ours.tokenizer, ours.config, ctranslate2=engine)
-    pairs = [
-        (mine, its)
-        for [mine], [its] in zip(ours.stream(LINES), theirs.stream(LINES), strict=True)
-        if len(mine.tokens) < LIMIT
-    ]
-    assert len(pairs) >= 40
-    for mine, its in pairs:
-        assert its.tokens == mine.tokens
+    given = [family.tokens(line) for line in LINES]
+    if adds_source_eos(ours.tokenizer):
+        given = [tokens[:-1] for tokens in given]
+    tag = family.tags[1]
+    direct = ctranslate2.Translator(str(tmp_path), intra_threads=1).translate_batch(
+        given, target_prefix=[[tag]] * len(given) if tag else None, **engine.search_settings
+    )
+    found = zip(ours.stream(LINES), theirs.stream(LINES), direct, strict=True)
+    ended = [each for each in found if len(each[0][0].tokens) < LIMIT]
+    assert len(ended) >= 40
+    for [mine], [its], by_user in ended:
+        assert its.tokens == tuple(by_user.hypotheses[0]) == mine.tokens
         if has_bias:
             np.testing.assert_allclose(its.score, mine.score, rtol=1e-5)
 

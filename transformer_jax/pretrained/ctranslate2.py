@@ -15,6 +15,7 @@ from transformer_jax.pretrained.export_files import check_fields, write_json, wr
 from transformer_jax.pretrained.search_settings import length_limits, to_ctranslate2
 from transformer_jax.pretrained.weights import WeightNames, Weights, to_library, with_biases
 from transformer_jax.settings.config import Config, ModelConfig
+from transformer_jax.tokenization.segmenters import JsonSegmenter
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _ACTIVATIONS = {
@@ -122,14 +123,25 @@ def export_ctranslate2(
     spec.config.eos_token = target_tokens[target.eos_id]
     if target.unk_id is not None:
         spec.config.unk_token = target_tokens[target.unk_id]
-    # Otherwise, EOS and the language are a part of the source (``Tokenizer.affixes``).
-    spec.config.add_source_eos = not tokenizer.languages.places.after_source
+    spec.config.add_source_eos = adds_source_eos(tokenizer)
     spec.config.layer_norm_epsilon = config.model.norm_epsilon
     spec.validate()
     spec.optimize(quantization=weights_type)
     spec.save(str(folder))
 
     write_json(folder / "generation_config.json", to_ctranslate2(config, tokenizer))
+
+
+def adds_source_eos(tokenizer: Tokenizer) -> bool:
+    """Check if CTranslate2 adds EOS to the sources of an exported model.
+
+    It does if they come from a SentencePiece model, which does not. tokenizer.json files add EOS,
+    and so do transformers' tokenizers for models with languages around a source, as CTranslate2's
+    converter expects.
+    """
+    languages = tokenizer.languages
+    has_languages = bool(languages.tokens or languages.source) and not languages.places.in_text
+    return not (has_languages or isinstance(tokenizer.source.segmenter, JsonSegmenter))
 
 
 def _with_shared(weights: Weights, config: Config) -> Weights:

@@ -18,8 +18,10 @@ from transformer_jax.decoding.scheduler import RunningBatch, Task
 from transformer_jax.decoding.search import Hypothesis, Sentence
 from transformer_jax.devices.machine import num_cores
 from transformer_jax.errors import UserError, needs_extra, one_line
+from transformer_jax.pretrained.ctranslate2 import adds_source_eos
 from transformer_jax.pretrained.search_settings import length_limits, to_ctranslate2
 from transformer_jax.settings.config import Config, DecodingConfig
+from transformer_jax.tokenization.rows import with_eos
 from transformer_jax.tokenization.tokenizer import Tokenizer
 
 _MAX_LENGTH = 2**16
@@ -99,9 +101,12 @@ class CTranslate2Engine:
         """
         source = self._tokenizer.source
         target = self._tokenizer.target
+        sources = [sentence.tokens for sentence in sentences]
+        if not adds_source_eos(self._tokenizer):
+            sources = [with_eos(tokens, source.eos_id) for tokens in sources]
         prefixes = [target.tokens(sentence.prefix) for sentence in sentences]
         results: list[Any] = self._model.translate_batch(
-            [source.tokens(sentence.tokens) for sentence in sentences],
+            [*map(source.tokens, sources)],
             target_prefix=prefixes if any(prefixes) else None,
             num_hypotheses=max(sentence.num_hypotheses for sentence in sentences),
             return_scores=True,
