@@ -370,6 +370,17 @@ def test_multi30k_many_has_a_model_for_all_or_some_directions() -> None:
         load_config_file("multi30k_many:en")
 
 
+def test_multi30k_modern_has_the_data_and_updates_of_multi30k_cpu() -> None:
+    both, one = load_config_file("multi30k_modern:both"), load_config_file("multi30k_modern")
+    cpu = load_config_file("multi30k_cpu")
+    assert one.data == cpu.data
+    assert both.data.train.source[::-1] == both.data.train.target
+    assert cpu.data.train.source + cpu.data.train.target == both.data.train.source
+    assert both.training.steps + one.training.steps == cpu.training.steps
+    with pytest.raises(UserError, match="multi30k_modern is 'en'; expected both or none"):
+        load_config_file("multi30k_modern:en")
+
+
 def test_paths_that_are_not_config_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
@@ -377,7 +388,7 @@ def test_paths_that_are_not_config_files(tmp_path: Path) -> None:
         load_config_file(tmp_path)
     with pytest.raises(UserError, match=r"'multi30' is not a recipe; expected one of") as error:
         load_config_file("multi30")
-    assert "multi30k_cpu, multi30k_many, pcfg_parsing, table3," in str(error.value)
+    assert "multi30k_cpu, multi30k_many, multi30k_modern, pcfg_parsing, table3," in str(error.value)
     with pytest.raises(UserError, match="'/dev/null' is not a .py or .json file"):
         load_config_file("/dev/null")
     (tmp_path / "config.yaml").write_text("model: {}")
