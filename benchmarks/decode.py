@@ -74,8 +74,14 @@ def numbered_tokens(vocab_size: int) -> Any:
         eos_id=2,
         unk_id=3,
     )
-    sides = {"source": side, "target": side, "joint": True}
-    return SimpleNamespace(**sides, languages=Languages(), vocabulary=False, pretrained=b"")
+    return SimpleNamespace(
+        source=side,
+        target=side,
+        joint=True,
+        languages=Languages(),
+        vocabulary=False,
+        pretrained=b"",
+    )
 
 
 def load(job: Answer) -> tuple[Config, Any, Any]:

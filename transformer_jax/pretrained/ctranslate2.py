@@ -172,7 +172,8 @@ def _position_tables(weights: Weights, config: Config) -> Weights:
     token's on.
     """
     shape = config.model
-    source, target = "source_embedding.position_matrix", "target_embedding.position_matrix"
+    source = "source_embedding.position_matrix"
+    target = "target_embedding.position_matrix"
     tables: Weights = {}
     match shape.positions:
         case "interleaved" | "tensor2tensor" as layout:

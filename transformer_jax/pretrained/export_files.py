@@ -57,7 +57,8 @@ def write_segmenters(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], lis
     """Write source.spm and target.spm, or tokenizer.json, to ``folder``. Returns the source and
     target tokens in id order.
     """
-    source, target = tokenizer.source, tokenizer.target
+    source = tokenizer.source
+    target = tokenizer.target
     if isinstance(source.segmenter, JsonSegmenter):  # one file for both
         (folder / "tokenizer.json").write_bytes(source.model)
     else:
